@@ -33,6 +33,7 @@ from replicax.recipes.gpt2 import GPT2
 PRECISION = "bfloat16"
 BY_HAND = "by hand"
 NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+ROWS = {"124m": 32, "1.3b": 8}
 TINY = {"layers": 2, "heads": 2, "width": 64, "context": 64}
 
 
@@ -51,19 +52,19 @@ class Subject:
         return transformer.Shape(size.layers, size.heads, size.width, size.context, self.vocabulary)
 
 
-def subject(args: argparse.Namespace) -> Subject:
-    """Return GPT-2 124M and 32 rows, or a tiny network and 8; `--padded` to 128s of tokens."""
-    recipe = gpt2(**(TINY if args.tiny else GPT2.presets["124m"]))
+def subject(args: argparse.Namespace, preset: str = "124m") -> Subject:
+    """Return GPT-2 and its rows, or a tiny network and 8; `--padded` to 128s of tokens."""
+    recipe = gpt2(**(TINY if args.tiny else GPT2.presets[preset]))
     vocabulary = recipe.vocab_size or 257
     padded = -(-vocabulary // 128) * 128 if args.padded else vocabulary
-    return Subject(recipe, made_up_batch(recipe, 8 if args.tiny else 32), padded)
+    return Subject(recipe, made_up_batch(recipe, 8 if args.tiny else ROWS[preset]), padded)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure losses, then times, and plan Replicax's step."""
     if args.profile:  # the profiler sees the kernels of a command buffer as one
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_COMMAND_BUFFERS}"
-    given = subject(args)
+    given = subject(args, args.preset)
     if args.mode == BY_HAND:
         params = transformer.init(given.shape, jax.random.key(0))
         steps, plan = by_hand(given.shape, params, given.batch["tokens"], PRECISION).steps, None
@@ -165,6 +166,7 @@ def milliseconds(
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--mode", choices=[*MODES, BY_HAND], default="single")
+    parser.add_argument("--preset", choices=ROWS, default="124m")
     parser.add_argument("--padded", action="store_true", help="pad the vocabulary (by hand)")
     parser.add_argument("--profile", action="store_true", help="report the slowest kernels")
     answer(measure, parser)

@@ -43,11 +43,11 @@ def contenders(parts: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def disagreements(parts: Mapping[str, Row]) -> list[str]:
-    """List contenders whose losses differ from the first one with the same vocabulary."""
+    """List contenders whose losses differ from the first one with the same batch and vocabulary."""
     found = []
-    first: dict[int, tuple[str, Row]] = {}
+    first: dict[tuple[int, int], tuple[str, Row]] = {}
     for name, row in contenders(parts).items():
-        reference, expected = first.setdefault(row["vocabulary"], (name, row))
+        reference, expected = first.setdefault((row["rows"], row["vocabulary"]), (name, row))
         for step, tolerance in zip((0, -1), row["tolerances"], strict=True):
             difference = abs(row["losses"][step] - expected["losses"][step])
             if not difference <= tolerance:

@@ -1,5 +1,6 @@
 """Rematerialization: a policy for `jax.checkpoint(layer, policy=...)`, and layers in order."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,28 +9,44 @@ from jax import lax
 ATTENTION = "attention"
 """The name, for `jax.ad_checkpoint.checkpoint_name`, of attention residuals to save."""
 
-_PRODUCTS_AND_NAMED = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(ATTENTION),
-)
 _CUDNN_ATTENTION = "dot_product_attention_fwd"
 """Prefix of the names of JAX's primitives for cuDNN attention."""
+Saves = Callable[..., Any]
+"""A policy of `jax.checkpoint`."""
+
+
+def with_attention(policy: Saves) -> Saves:
+    """Return a policy that saves attention, too, also cuDNN's, which none of JAX's own can save.
+
+    Examples:
+        >>> import jax
+        >>> policy = with_attention(jax.checkpoint_policies.save_only_these_names("hidden"))
+        >>> layer = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w), policy=policy)
+    """
+    named = jax.checkpoint_policies.save_only_these_names(ATTENTION)
+    both = jax.checkpoint_policies.save_from_both_policies(policy, named)
+
+    def saves(primitive: Any, *arguments: Any, **params: Any) -> Any:
+        is_attention = primitive.name.startswith(_CUDNN_ATTENTION)
+        return is_attention or both(primitive, *arguments, **params)
+
+    return saves
+
+
+_PRODUCTS_AND_ATTENTION = with_attention(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
 def products_and_attention(primitive: Any, *arguments: Any, **params: Any) -> Any:
     """Save products with weights and the results of cuDNN attention; recompute the rest.
 
     The rest, norms and activation functions, is cheap to compute but takes most of the memory.
-    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` alone recomputes cuDNN attention,
-    which none of JAX's own policies can save.
+    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` alone recomputes cuDNN attention.
 
     Examples:
         >>> import jax
         >>> layer = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w), policy=products_and_attention)
     """
-    if primitive.name.startswith(_CUDNN_ATTENTION):
-        return True
-    return _PRODUCTS_AND_NAMED(primitive, *arguments, **params)
+    return _PRODUCTS_AND_ATTENTION(primitive, *arguments, **params)
 
 
 @jax.custom_vjp

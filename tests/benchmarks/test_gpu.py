@@ -77,7 +77,7 @@ def test_nothing_is_begun_without_time(gpu: ModuleType) -> None:
 
 def test_other_losses_are_told(gpu: ModuleType) -> None:
     def contender(*losses: float) -> dict[str, Any]:
-        row = {"tokens_per_second": 1, "vocabulary": 257, "tolerances": [0.01, 0.03]}
+        row = {"tokens_per_second": 1, "rows": 8, "vocabulary": 257, "tolerances": [0.01, 0.03]}
         return {**row, "losses": losses}
 
     parts = {"one": contender(5.0, 4.0), "two": contender(5.0, 4.02), "lost": {"error": "x"}}

@@ -1,4 +1,4 @@
-"""`python cudnn_step.py MODE LAYOUT`: the kernels of cuDNN and epilogues of cuBLAS of GPT-2 in bfloat16 on eight H100."""
+"""`python cudnn_step.py MODE LAYOUT`: library kernels of GPT-2 in bfloat16 on eight H100."""
 
 import json
 import re

@@ -11,7 +11,7 @@ from support.tiers import only
 
 from replicax.recipes import cpu, transformer
 from replicax.recipes.transformer import _attention as causal_attention
-from replicax.remat import products_and_attention
+from replicax.remat import products_and_attention, with_attention
 
 BLOCKS = {256: 4, 64: 2, 37: 1, 1: 1}
 """Number of blocks for a number of tokens."""
@@ -115,6 +115,9 @@ def test_what_remat_is_told_to_keep_is_not_computed_again() -> None:
     assert everything == 2 * BLOCKS[64]  # forward, and again from the log of their sum
     assert exponentials(jax.checkpoint_policies.nothing_saveable) > everything
     assert exponentials(products_and_attention) == everything
+    named = jax.checkpoint_policies.save_only_these_names("dense")
+    assert exponentials(named) > everything
+    assert exponentials(with_attention(named)) == everything
 
 
 def test_without_cuda_the_gpus_branch_is_the_plain_one() -> None:
