@@ -109,3 +109,71 @@ def test_filled_up_classes_change_nothing(dtype: Any) -> None:
     for one, other in zip(d_filled, gradients, strict=True):
         assert one.shape == other.shape
         assert largest_error(one, other) <= (1e-6 if dtype == jnp.float32 else 2**-7)
+
+
+def linear_inputs(dtype: Any, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return rows, weights and labels; every second row is as sure of its label as it can be."""
+    random = np.random.default_rng(4)
+    hidden = jnp.asarray(random.normal(size=(ROWS, WIDTH)), dtype)
+    weights = jnp.asarray(random.normal(size=(CLASSES, WIDTH)) * scale, dtype)
+    likeliest = np.asarray(hidden @ weights.T).argmax(-1)
+    return hidden, weights, jnp.asarray(np.where(np.arange(ROWS) % 2, LABELS, likeliest))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(jnp.float32, 5e-6), (jnp.bfloat16, 2**-7), (jnp.float16, 2**-10)]
+)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_on_cuda_it_is_as_exact_as_from_the_logits(dtype: Any, bound: float, scale: float) -> None:
+    hidden, weights, labels = linear_inputs(dtype, scale)
+    with traced_for(9.0):
+        value, gradients = weighed(
+            lambda *given: linear_cross_entropy(*given, labels), hidden, weights
+        )
+    # Of the logits as they are, rounded to their dtype.
+    given = np.asarray(hidden @ weights.T, np.float64)
+    shifted = given - given.max(-1, keepdims=True)
+    total = np.exp(shifted).sum(-1)
+    nats = np.log(total) - shifted[np.arange(ROWS), labels]
+    assert value == pytest.approx((WEIGHTS * nats).sum(), rel=2e-6)
+    spread = np.exp(shifted) / total[:, None]
+    spread[np.arange(ROWS), labels] -= 1
+    spread *= WEIGHTS[:, None]
+    wanted = spread @ np.asarray(weights, np.float64), spread.T @ np.asarray(hidden, np.float64)
+    for found, exact in zip(gradients, wanted, strict=True):
+        assert found.dtype == dtype
+        assert largest_error(found, exact) <= bound
+
+
+def test_on_cuda_its_second_derivative_is_that_of_the_textbook() -> None:
+    hidden, weights, labels = linear_inputs(jnp.float32, 1.0)
+
+    def sharpness(hidden: jax.Array) -> jax.Array:
+        slope = jax.grad(lambda x: jnp.sum(linear_cross_entropy(x, weights, labels)))
+        return jnp.sum(slope(hidden) ** 2)
+
+    wanted = jax.grad(sharpness)(hidden)
+    with traced_for(9.0):
+        assert largest_error(jax.grad(sharpness)(hidden), wanted) <= 1e-5
+
+
+def test_on_cuda_the_logits_are_kept_once_and_only_for_two_products() -> None:
+    hidden, weights, labels = linear_inputs(jnp.bfloat16, 1.0)
+    with traced_for(9.0):
+        _, pullback = jax.vjp(lambda *given: linear_cross_entropy(*given, labels), hidden, weights)
+        text = str(jax.make_jaxpr(pullback)(jnp.ones(ROWS)))
+    whole = f"[{ROWS},192]"
+    kept = [leaf for leaf in jax.tree.leaves(pullback) if jnp.shape(leaf) == (ROWS, 192)]
+    assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
+    assert f":f32{whole}" not in text
+    assert "exp" not in text
+
+
+def test_in_float16_more_classes_than_its_largest_number_are_no_infinity() -> None:
+    hidden, weights = jnp.ones((1, 2), jnp.float16), jnp.zeros((70_000, 2), jnp.float16)
+    with traced_for(9.0):
+        loss = jax.grad(lambda *given: linear_cross_entropy(*given, jnp.array([3]))[0], (0, 1))
+        d_hidden, d_weights = loss(hidden, weights)
+    assert not d_hidden.any()
+    assert d_weights[3, 0] == -1
+    assert jnp.isfinite(d_weights).all()

@@ -7,6 +7,8 @@ dtype and two numbers per row, and rounded once. The mathematics is the same, an
 gradient's bits in float32 on a CPU.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +21,7 @@ _ALIGNED = 64
 slow if rows are not aligned to 16 bytes."""
 
 _Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_KeptLinear = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @jax.custom_vjp
@@ -66,7 +69,8 @@ def linear_cross_entropy(hidden: jax.Array, weights: jax.Array, labels: jax.Arra
     """Return the cross-entropy of `hidden @ weights.T` for each row, in nats.
 
     On CUDA the classes are padded internally to a multiple of 64, with zero rows whose logits are
-    -inf: GPT-2's 50,257 to 50,304. The parameters are unchanged.
+    -inf: GPT-2's 50,257 to 50,304. The parameters are unchanged. There the backward pass, except in
+    float16, does not read the logits again, which saves a quarter of their traffic.
 
     Args:
         hidden: floats `[rows, width]`.
@@ -76,9 +80,55 @@ def linear_cross_entropy(hidden: jax.Array, weights: jax.Array, labels: jax.Arra
     Returns:
         `[rows]`, as returned by `cross_entropy`.
     """
+    if cuda_capability() is None:
+        return cross_entropy(hidden @ weights.T, labels)
     classes = weights.shape[0]
-    missing = -classes % _ALIGNED if cuda_capability() is not None else 0
-    logits = hidden @ jnp.pad(weights, ((0, missing), (0, 0))).T
-    if missing:
-        logits = jnp.where(jnp.arange(classes + missing) < classes, logits, -jnp.inf)
-    return cross_entropy(logits, labels)
+    padded = jnp.pad(weights, ((0, -classes % _ALIGNED), (0, 0)))
+    if hidden.dtype == jnp.float16:  # the exponentials of a row add up to more than its range
+        return cross_entropy(_logits(hidden, padded, classes), labels)
+    return _linear(hidden, padded, labels, classes)
+
+
+def _logits(hidden: jax.Array, padded: jax.Array, classes: int) -> jax.Array:
+    return jnp.where(jnp.arange(len(padded)) < classes, hidden @ padded.T, -jnp.inf)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(hidden: jax.Array, padded: jax.Array, labels: jax.Array, classes: int) -> jax.Array:
+    """Return the cross-entropy; its backward pass reads the logits no more.
+
+    The exponentials are written, in the logits' dtype, while they are summed. Divided by their sum
+    they are the gradient, but for the label's, which is less by 1; so minus the sum of the others
+    takes its place. The division is left to the rows of the two products that follow.
+    """
+    return _linear_forward(hidden, padded, labels, classes)[0]
+
+
+def _linear_forward(
+    hidden: jax.Array, padded: jax.Array, labels: jax.Array, classes: int
+) -> tuple[jax.Array, _KeptLinear]:
+    logits, place = _logits(hidden, padded, classes), labels[:, None]
+    wide = to_sum(logits)
+    highest = jnp.max(wide, axis=-1, keepdims=True)
+    is_label = lax.broadcasted_iota(labels.dtype, logits.shape, 1) == place
+    exponentials = jnp.where(is_label, 0, jnp.exp(wide - highest))
+    others = jnp.sum(exponentials, axis=-1)
+    of_label = jnp.take_along_axis(wide - highest, place, axis=-1)[:, 0]
+    total = others + jnp.exp(of_label)
+    # As a batched scatter: the partitioner would gather all rows for one with their numbers.
+    put = jax.vmap(lambda row, label, value: row.at[label].set(value))
+    gradient = put(exponentials.astype(logits.dtype), labels, -others.astype(logits.dtype))
+    return jnp.log(total) - of_label, (gradient, total, hidden, padded)
+
+
+def _linear_backward(
+    classes: int, kept: _KeptLinear, d_nats: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    gradient, total, hidden, padded = kept
+    scale = (d_nats / total)[:, None]
+    d_hidden = scale * jnp.matmul(gradient, padded, preferred_element_type=scale.dtype)
+    d_padded = gradient.T @ (scale * hidden).astype(hidden.dtype)
+    return d_hidden.astype(hidden.dtype), d_padded, None
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
