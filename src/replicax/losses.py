@@ -110,10 +110,10 @@ def _linear_forward(
     logits, place = _logits(hidden, padded, classes), labels[:, None]
     wide = to_sum(logits)
     highest = jnp.max(wide, axis=-1, keepdims=True)
+    of_label = (to_sum(jnp.take_along_axis(logits, place, axis=-1)) - highest)[:, 0]
     is_label = lax.broadcasted_iota(labels.dtype, logits.shape, 1) == place
     exponentials = jnp.where(is_label, 0, jnp.exp(wide - highest))
     others = jnp.sum(exponentials, axis=-1)
-    of_label = jnp.take_along_axis(wide - highest, place, axis=-1)[:, 0]
     total = others + jnp.exp(of_label)
     # As a batched scatter: the partitioner would gather all rows for one with their numbers.
     put = jax.vmap(lambda row, label, value: row.at[label].set(value))

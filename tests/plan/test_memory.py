@@ -13,7 +13,9 @@ from support.tiers import EXHAUSTIVE, only
 import replicax as rx
 from replicax.analysis.compiled import Memory, inspect
 from replicax.core.placement.mesh import abstract_mesh
+from replicax.plan.liveness import Liveness
 from replicax.plan.memory_formula import MemoryFormula, memory_formula
+from replicax.plan.operations import TracedOperations
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet
@@ -182,3 +184,22 @@ def test_lenet_is_near_what_the_compiler_takes() -> None:
     batch = {"image": Array((64, 28, 28, 1), jnp.uint8), "label": Array((64,), jnp.int32)}
     ratio = compare(recipe.model(jax.random.key(0)), recipe.loss, batch, 1)
     assert ratio == pytest.approx(1, abs=0.25)
+
+
+def test_a_kernel_that_stores_and_sums_what_it_computes_has_no_other_array() -> None:
+    x, w = Array((1000, 1000), jnp.bfloat16), Array((1000, 10), jnp.bfloat16)
+
+    def apart(x: jax.Array, w: jax.Array) -> Any:
+        found = jnp.exp(x.astype(jnp.float32))
+        return found.sum(-1), found.astype(jnp.bfloat16) @ w
+
+    def in_order(x: jax.Array, w: jax.Array) -> Any:
+        found = jnp.exp(x.astype(jnp.float32))
+        return (found / found.sum(-1, keepdims=True)).astype(jnp.bfloat16) @ w
+
+    def peak(function: Any) -> int:
+        traced = TracedOperations(jax.make_jaxpr(function)(x, w).jaxpr, "cuda")
+        return Liveness(traced).peak().bytes
+
+    assert peak(apart) == 2 * 1000 * 1000 + 4 * 1000 + 2 * 10 * 1000
+    assert peak(in_order) >= 4 * 1000 * 1000

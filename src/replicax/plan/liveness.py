@@ -150,7 +150,20 @@ class Liveness:
             return bool(readers)
         if any(each.kind not in FUSING for each in readers):
             return True
-        return len(readers) > 1 and not self._is_cheap_again(producer, value)
+        if len(readers) < 2 or self._is_cheap_again(producer, value):
+            return False
+        return not all(self._joins(each, value) for each in readers)
+
+    def _joins(self, reader: Operation, value: int) -> bool:
+        """Whether a kernel that computes `value` computes the result of this reader, too.
+
+        Such kernels, with several results, reduce a value and store what is computed from it alone.
+        """
+        if reader.kind == "reduction":
+            return True
+        after = [each for result in reader.outputs for each in self._readers[result]]
+        alone = set(reader.inputs) == {value} and reader.kind in ELEMENTWISE
+        return alone and any(each.kind not in FUSING for each in after)
 
     def _is_cheap_again(self, producer: Operation, value: int) -> bool:
         """Whether a second reader may recompute it from an array that is no larger."""
