@@ -116,9 +116,14 @@ def _linear_forward(
     others = jnp.sum(exponentials, axis=-1)
     total = others + jnp.exp(of_label)
     # As a batched scatter: the partitioner would gather all rows for one with their numbers.
-    put = jax.vmap(lambda row, label, value: row.at[label].set(value))
-    gradient = put(exponentials.astype(logits.dtype), labels, -others.astype(logits.dtype))
+    gradient = jax.vmap(_with_value)(
+        exponentials.astype(logits.dtype), labels, -others.astype(logits.dtype)
+    )
     return jnp.log(total) - of_label, (gradient, total, hidden, padded)
+
+
+def _with_value(row: jax.Array, label: jax.Array, value: jax.Array) -> jax.Array:
+    return row.at[label].set(value)
 
 
 def _linear_backward(

@@ -30,10 +30,11 @@ class MeasuredRates:
         """Return the rate of the most similar product, or of attention; None if none is known."""
         if kernel.attends:
             return self.attention[kernel.attends]
-        if kernel.product is None or kernel.dtype != "bf16":
+        product = kernel.product
+        if product is None or kernel.dtype != "bf16":
             return None
-        like = [dims for dims in self.products if _is_aligned(dims) == _is_aligned(kernel.product)]
-        nearest = min(like, key=lambda dims: _distance(dims, kernel.product), default=None)
+        like = [dims for dims in self.products if _is_aligned(dims) == _is_aligned(product)]
+        nearest = min(like, key=lambda dims: _distance(dims, product), default=None)
         return None if nearest is None else self.products[nearest]
 
 

@@ -124,8 +124,9 @@ def speed(
         rows_per_second=rate,
         tokens_per_second=None if tokens_per_row is None else rate * tokens_per_row,
         bubble=bubble(dp.mesh.shape.get(STAGE, 1), dp.accumulate),
-        at_rates=work.at_rates
-        and speed(work.at_rates, target, dp, tokens_per_row, recomputed_share),
+        at_rates=None
+        if work.at_rates is None
+        else speed(work.at_rates, target, dp, tokens_per_row, recomputed_share),
     )
 
 

@@ -232,7 +232,8 @@ def _query_key_value(params: Params, x: jax.Array, on_gpu: bool) -> Sequence[jax
 
 
 def _dense(params: Params, x: jax.Array) -> jax.Array:
-    return checkpoint_name(_biased(_product(params, x), params["bias"]), _DENSE)
+    biased: jax.Array = checkpoint_name(_biased(_product(params, x), params["bias"]), _DENSE)
+    return biased
 
 
 def _product(params: Params, x: jax.Array) -> jax.Array:
