@@ -58,6 +58,8 @@ def product_dims(module: Module, instruction: Instruction) -> tuple[int, int, in
     if instruction.opcode != "dot" and not call_target(instruction).startswith("__cublas$"):
         return None
     left, right, result = map(_size, (*instruction.operands[:2], instruction.shape))
+    if not left * right * result:
+        return None
     summed = kernel_flops(module, instruction) // (2 * result)
     return left // summed, summed, right // summed
 

@@ -34,7 +34,7 @@ _QUICK: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 0
 """Compiler options by platform that change only machine code, which nothing here runs."""
 _UNTUNED: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 """Compiler options for devices that are only described. Without a GPU to tune on, XLA gives each
-product to Triton; tuning gives most to cuBLAS, which leaves other arrays in memory."""
+product to Triton; tuning gave all of a step to cuBLAS, which leaves other arrays in memory."""
 _TOTAL = re.compile(
     r"(?:Used|HLO temporaries \() ?([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM \() ?"
     r"([\d.]+)([KMGT]?)"
