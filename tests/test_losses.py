@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import only
 
 from replicax.core.ground.traced_for import traced_for
 from replicax.losses import cross_entropy, linear_cross_entropy
@@ -123,7 +124,7 @@ def linear_inputs(dtype: Any, scale: float) -> tuple[jax.Array, jax.Array, jax.A
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(jnp.float32, 5e-6), (jnp.bfloat16, 2**-7), (jnp.float16, 2**-10)]
 )
-@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("scale", only([1.0], [0.1, 1.0, 10.0]))
 def test_on_cuda_it_is_as_exact_as_from_the_logits(dtype: Any, bound: float, scale: float) -> None:
     hidden, weights, labels = linear_inputs(dtype, scale)
     with traced_for(9.0):

@@ -127,9 +127,9 @@ def test_they_reach_the_compiler_of_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     dp = built("jit")
     shapes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((8, 3), jnp.float32)
     program = export_step(dp, *shapes, "cpu", None)
-    assert isinstance(answer(program, jax.devices()), Compilation)
+    assert isinstance(answer(program, jax.devices(), tunes=True), Compilation)
     monkeypatch.setitem(answer.__globals__, "options_on", lambda mesh: NO_SUCH)
-    assert "xla_no_such_option" in str(answer(program, jax.devices()))
+    assert "xla_no_such_option" in str(answer(program, jax.devices(), tunes=True))
 
 
 def test_options_of_ones_own_come_after(monkeypatch: pytest.MonkeyPatch) -> None:
