@@ -11,11 +11,9 @@ ATTENTION = "attention"
 
 _CUDNN_ATTENTION = "dot_product_attention_fwd"
 """Prefix of the names of JAX's primitives for cuDNN attention."""
-Saves = Callable[..., Any]
-"""A policy of `jax.checkpoint`."""
 
 
-def with_attention(policy: Saves) -> Saves:
+def with_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Return a policy that saves attention, too, also cuDNN's, which none of JAX's own can save.
 
     Examples:
