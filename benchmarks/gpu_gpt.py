@@ -9,6 +9,8 @@ import argparse
 import dataclasses
 import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from gpt import OPTIMIZER, STEPS_COMPARED, TOLERANCES, by_hand, stepping
-from gpu_part import answer, chip, options, peak_memory_gb, seconds_a_step
+from gpu_part import answer, chip, last_answer, options, peak_memory_gb, seconds_a_step
 from gpu_plans import gpt2, made_up_batch, model_flops_per_token
 from gpu_profile import longest_kernels
 
@@ -64,12 +66,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure losses, then times, and plan Replicax's step."""
     if args.profile:  # the profiler sees the kernels of a command buffer as one
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_COMMAND_BUFFERS}"
+    tuning = None
+    if args.recorded and not (args.tiny or args.record):
+        # In another process, as this one is to read the file, and before JAX takes the memory.
+        recording = [sys.executable, *sys.argv, "--record", tempfile.mkdtemp()]
+        tuning = last_answer(recording, dict(os.environ))["tuning"]
     given = subject(args, args.preset)
+    if args.record:
+        dp, batch = step_of(given, args.mode)
+        path = dp.record_tuning(given.recipe.model(jax.random.key(0)), batch, args.record)
+        return {"tuning": str(path)}
     if args.mode == BY_HAND:
         params = transformer.init(given.shape, jax.random.key(0))
         steps, plan = by_hand(given.shape, params, given.batch["tokens"], PRECISION).steps, None
     else:
-        steps, plan = replicax(given, args.mode, chip(args.tiny))
+        steps, plan = replicax(given, args.mode, chip(args.tiny), tuning)
     started = time.perf_counter()
     losses = steps(STEPS_COMPARED)
     first = time.perf_counter() - started
@@ -115,14 +126,26 @@ class Plan:
     """Milliseconds per step of each at the chip's peaks; empty if they are unknown."""
 
 
+def step_of(given: Subject, mode: str, **more: Any) -> tuple[rx.DataParallel, rx.Batch]:
+    """Return the step on one device, and its batch."""
+    dp = rx.DataParallel(
+        given.recipe.loss,
+        OPTIMIZER,
+        mesh=rx.make_mesh(devices=jax.devices()[:1]),
+        mode=mode,
+        precision=PRECISION,
+        **more,
+    )
+    (batch,) = dp.feed(given.batch, len(given.batch["tokens"]))
+    return dp, batch
+
+
 def replicax(
-    given: Subject, mode: str, chip: Chip | None
+    given: Subject, mode: str, chip: Chip | None, tuning: str | None = None
 ) -> tuple[Callable[[int], list[float]], Plan]:
     """Return a function that runs steps and returns their losses, and the program's plan."""
-    mesh = rx.make_mesh(devices=jax.devices()[:1])
-    dp = rx.DataParallel(given.recipe.loss, OPTIMIZER, mesh=mesh, mode=mode, precision=PRECISION)
+    dp, batch = step_of(given, mode, tuning=tuning)
     state = dp.init(given.recipe.model(jax.random.key(0)))
-    (batch,) = dp.feed(given.batch, len(given.batch["tokens"]))
     started = time.perf_counter()
     compiled = dp.lower(state, batch).compile()
     plan = planned(compiled, chip, time.perf_counter() - started)
@@ -168,5 +191,7 @@ if __name__ == "__main__":
     parser.add_argument("--mode", choices=[*MODES, BY_HAND], default="single")
     parser.add_argument("--preset", choices=ROWS, default="124m")
     parser.add_argument("--padded", action="store_true", help="pad the vocabulary (by hand)")
+    parser.add_argument("--record", metavar="FOLDER", help="only write the kernels of mode exact")
+    parser.add_argument("--recorded", action="store_true", help="mode exact with such kernels")
     parser.add_argument("--profile", action="store_true", help="report the slowest kernels")
     answer(measure, parser)

@@ -6,6 +6,7 @@ or `left_out` with the reason, if the machine lacks a requirement; or `error`.
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -37,6 +38,15 @@ def answer(
         found = {"error": first_line(error)}
     print(json.dumps(found))
     sys.exit("error" in found)
+
+
+def last_answer(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """Run a part in a process of its own, and return its figures; raise if it fails."""
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
+    if done.returncode or not found:
+        raise RuntimeError(found.get("error", f"a process exited with {done.returncode}"))
+    return found
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

@@ -108,6 +108,8 @@ def test_cudnn_attends_where_there_are_host_devices_to_export_on(
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
     assert "BIAS" in told.pop("epilogues")
+    [[[missing, total]], [[chosen, of]]] = told.pop("unrecorded")
+    assert missing == total == chosen == of
     both = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert told == {"calls": both if attends else [], "notes": notes}
 

@@ -24,6 +24,7 @@ from replicax.core.models.definition import SplitModel
 from replicax.core.models.leaf_checks import check_leaves
 from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
+from replicax.core.modes.exact.tuning import Tuning, as_tuning
 from replicax.core.modes.mode_table import Mode, as_mode
 from replicax.core.placement.dispatch_context import Context, dispatch_context, in_own_mesh
 from replicax.core.placement.layout import Layout, as_layout, check_axes
@@ -66,6 +67,7 @@ class Configuration:
     donate: bool
     job: Job
     compiler_options: Mapping[str, Any] | None
+    tuning: Tuning
     rounds: Rounds | None
     between: Between
     """The exchange with other jobs, or of replicas that train on their own."""
@@ -87,15 +89,16 @@ class Configuration:
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the compiler options for a step on `mesh`.
 
-        They are those that avoid known wrong numbers, and `chosen_options`.
+        They are those that avoid known wrong numbers, `chosen_options`, and recorded kernels.
         """
-        return {**options_on(mesh), **self.chosen_options(mesh)}
+        return {**options_on(mesh), **self.chosen_options(mesh), **self.tuning.complete}
 
     def chosen_options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the options that were given, or the defaults of the devices of `mesh`."""
         if self.compiler_options is not None:
             return dict(self.compiler_options)
-        return dict(_OVERLAP) if mesh.size > 1 and cuda_capability() is not None else {}
+        overlaps = mesh.size > 1 and not self.mode.bitwise and cuda_capability() is not None
+        return dict(_OVERLAP) if overlaps else {}
 
     def names(self) -> dict[str, Any]:
         """Return the chosen options by name, as JSON values."""
@@ -115,6 +118,8 @@ class Configuration:
             chosen["rounds"] = self.between.settings.names()
         if options := self.chosen_options(self.mesh):
             chosen["compiler_options"] = options
+        if self.tuning:
+            chosen["tuning"] = self.tuning.digest
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
     def split_model(self, model: Any, mesh: AnyMesh) -> SplitModel:
@@ -203,6 +208,7 @@ def resolved(**given: Any) -> Configuration:
         "reduction": as_reduction(given["reduction"]),
         "job": job,
         "between": between,
+        "tuning": as_tuning(given["tuning"], mode, mesh),
         "rounds": between.settings,
     }
     configuration = Configuration(**{**given, **values}, arguments=given)

@@ -1,8 +1,9 @@
 """`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -24,7 +25,8 @@ from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
-from replicax.core.modes.mode_table import Mode
+from replicax.core.modes.exact.tuning import CompiledProgram, check_records, recorded
+from replicax.core.modes.mode_table import Mode, as_mode
 from replicax.core.placement.dispatch_context import serialized
 from replicax.core.placement.layout import Layout, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
@@ -84,6 +86,8 @@ class DataParallel:
         donate: whether `step` donates the input state's memory, which makes that state unusable.
         compiler_options: XLA options, by name, for the step, after those that avoid known wrong
             numbers. By default none, but on several GPUs reductions overlap with computation.
+        tuning: in mode `exact` on NVIDIA GPUs, a file of kernels written by `record_tuning`. By
+            default the first kernel of each product is used, which is slower.
         job: the processes that train together, from `rx.initialize()`; default: only this one.
         rounds: `rx.Rounds` of several steps between exchanges; by default sums in each step.
 
@@ -109,6 +113,7 @@ class DataParallel:
         ema: float | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        tuning: str | Path | None = None,
         job: Job | None = None,
         rounds: Rounds | None = None,
     ) -> None:
@@ -376,6 +381,8 @@ class DataParallel:
         """
         other = object.__new__(type(self))
         chosen = {"mesh": self.mesh, "job": self.job, **changes}
+        if "mode" in changes and not as_mode(changes["mode"]).bitwise:
+            chosen["tuning"] = None  # other modes record no kernels
         other._configure(resolved(**{**self.configuration.arguments, **chosen}))
         return other
 
@@ -431,6 +438,33 @@ class DataParallel:
         arguments = (model, batch) if placed else (program.shapes, program.batches.described(batch))
         traced: jax.stages.Traced = program.step.trace(*arguments)
         return traced
+
+    @serialized
+    def record_tuning(self, model: Any, batch: Any, folder: str | Path) -> Path:
+        """Measure which kernels of the step are fastest, and write the choices to a new file.
+
+        For mode `exact`, on one NVIDIA GPU. Train with the file in another process, on any number
+        of GPUs of this kind. The step is compiled twice: first to choose, and then to check that
+        all its kernels are in the file.
+
+        Args:
+            model: as for `init`, or a `TrainState`; arrays or their shapes.
+            batch: a `Batch` or a pytree `[rows, ...]` as in training; arrays or their shapes.
+            folder: of the file, whose name is the start of the SHA-256 of its content.
+
+        Returns:
+            The path, for the argument `tuning`.
+
+        Raises:
+            ConfigError: another mode, platform or number of devices, or a convolution.
+        """
+        check_records(self.mode, self.mesh)
+
+        def compiled(options: Mapping[str, Any]) -> Sequence[CompiledProgram]:
+            program = self.replace(compiler_options=options, tuning=None).program(model)
+            return program.step.compiled(program.shapes, program.batches.described(batch))
+
+        return recorded(compiled, Path(folder))
 
     @property
     def knows_model(self) -> bool:

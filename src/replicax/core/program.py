@@ -226,7 +226,7 @@ class Program:
             reduce=mode.reduce(reduction, shards),
             names_replicas=self.updater.names_replicas and mode.per_replica,
             micro_shards=config.micro_shards,
-            compiler_options=options_on(self.mesh),
+            compiler_options={**options_on(self.mesh), **config.tuning.usual},
             in_flight=config.job.in_flight,
             exchange=config.between.exchange,
         )

@@ -26,7 +26,7 @@ HARMLESS = (
     *("options.stages", "options.fsdp_size", "options.schedule", "options.steps_per_call"),
     *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
     *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
-    *("parallel.processes", "data.padding", "data.evaluation"),
+    *("parallel.processes", "parallel.compiler_options", "data.padding", "data.evaluation"),
     # Length of the run, monitoring, output, checkpoints, and stopping.
     *("options.steps", "options.run", "options.log_every", "options.show_sharding"),
     *("options.audit_every", "options.on_divergence", "options.max_bad_steps"),

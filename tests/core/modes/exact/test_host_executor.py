@@ -55,7 +55,7 @@ def called(
     weight = np.float32(w)
     closed = jax.make_jaxpr(lambda *values: jax.tree.leaves(function(*values)))(weight, ROWS[:2])
     results = [None] * len(closed.out_avals)
-    executor = HostExecutor("step", closed, [None, 0], results, collectives)
+    executor = HostExecutor("step", closed, [None, 0], results, collectives, {})
     arrays = [jax.device_put(weight, sharding_of(mesh, None))]
     arrays.append(jax.device_put(ROWS, sharding_of(mesh, 0)))
     return names, list(map(np.asarray, executor(collectives.cut([None, 0])(arrays))))

@@ -53,7 +53,7 @@ def products(devices: int, scale: float = 1.0) -> tuple[str, list[np.ndarray]]:
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((WIDTH, 8), (8, WIDTH))]
     closed = jax.make_jaxpr(lambda w, x: [jnp.tanh(x @ w * scale), jnp.sum(x)])(*shapes)
     mesh = mesh_of(devices)
-    program = ReplicaProgram("products", closed.jaxpr, mesh, [None, 0], [0, 0])
+    program = ReplicaProgram("products", closed.jaxpr, mesh, [None, 0], [0, 0], {})
     weights = jax.device_put(MODEL["in"], sharding_of(mesh, None))
     rows = jax.device_put(X[: 8 * devices], sharding_of(mesh, 0))
     return program.digest, [np.asarray(as_global(each)) for each in program(weights, rows)]

@@ -5,6 +5,7 @@ in a sum and a reduction with a fixed order. The files outside of this room only
 the argument `micro_shards`, and ask `Mode.bitwise`.
 """
 
+import dataclasses
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from replicax.core.modes.exact.ordered_reduction import reduce_in_order
 from replicax.core.modes.mapping import Mode, shard_map
 from replicax.core.modes.step_builder import StepSpec, jitted, mapped
-from replicax.core.placement.mesh import AnyMesh, replica_count
+from replicax.core.placement.mesh import AnyMesh, options_on, replica_count
 from replicax.core.step.base import Accumulator, CompiledFunction
 from replicax.core.step.reduction import REDUCTIONS, Reduction, Wire
 from replicax.errors import ConfigError
@@ -52,7 +53,9 @@ def _build(parts: StepSpec) -> CompiledFunction[Any]:
     from replicax.core.modes.exact.micro_shard_function import on_micro_shard
     from replicax.core.modes.exact.micro_shard_step import MicroShardStep
 
-    whole, function = jitted(parts, mapped(parts)), on_micro_shard(parts)
+    # Options may be for the products of micro-shards, such as their recorded kernels.
+    analysed = dataclasses.replace(parts, compiler_options=options_on(parts.mesh))
+    whole, function = jitted(analysed, mapped(analysed)), on_micro_shard(parts)
     if not isinstance(parts.mesh, Mesh):
         return whole
     return MicroShardStep(parts, parts.mesh, function, whole)

@@ -24,7 +24,7 @@ reads it, and `step.1.0` and `step.1.1`, those of the branch around the sum, are
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class HostExecutor:
     """A jaxpr cut where micro-shards are combined, each part compiled once for all devices.
 
     Arguments are laid out as in `into`, and results that differ by micro-shard as in `out`; the
-    memory of `donated` arguments may be reused.
+    memory of `donated` arguments may be reused. The parts are compiled with `options` of XLA.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class HostExecutor:
         into: Sequence[ShardDim],
         out: Sequence[ShardDim],
         collectives: CollectivePrograms,
+        options: Mapping[str, Any],
         donated: Sequence[bool] = (),
     ) -> None:
-        self.name, self.collectives = name, collectives
+        self.name, self.collectives, self._options = name, collectives, options
         self.programs: list[ReplicaProgram] = []
         """The parts that perform arithmetic, in execution order."""
         self._cut = split_trace(closed, into, out)
@@ -102,7 +103,8 @@ class HostExecutor:
     ) -> Any:
         """Compile and return one of its programs."""
         name = f"{self.name}.{len(self.programs)}"
-        self.programs.append(ReplicaProgram(name, jaxpr, self.collectives.mesh, into, out, **more))
+        mesh, options = self.collectives.mesh, self._options
+        self.programs.append(ReplicaProgram(name, jaxpr, mesh, into, out, options, **more))
         return self.programs[-1]
 
     def inner(
@@ -114,9 +116,8 @@ class HostExecutor:
     ) -> "HostExecutor":
         """Return `function`, written for arrays of one micro-shard, on values of all of them."""
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
-        found = HostExecutor(
-            f"{self.name}.{len(self.programs)}", closed, into, out, self.collectives
-        )
+        name = f"{self.name}.{len(self.programs)}"
+        found = HostExecutor(name, closed, into, out, self.collectives, self._options)
         self.programs += found.programs
         return found
 

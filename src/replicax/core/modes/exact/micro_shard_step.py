@@ -42,7 +42,7 @@ class MicroShardStep:
         self.trace, self.lower = whole.trace, whole.lower
         self._name, self._function, self._count = parts.name, function, parts.micro_shards
         self._mesh, self._donate, self._where = mesh, parts.donate, parts.state
-        self._out = parts.out
+        self._out, self._options = parts.out, parts.compiler_options or {}
         shares = parts.micro_shards // mesh.size
         self._collectives = CollectivePrograms(mesh, shares, parts.in_flight)
         if parts.exchange is not None:
@@ -95,7 +95,9 @@ class MicroShardStep:
         of_state = len(jax.tree.leaves(state))
         donated = [False, *(self._donate and n < of_state for n in range(len(into)))]
         each_once = _each_once(_marked(closed, [0, *into], out))
-        parted = HostExecutor(self._name, each_once, [0, *into], out, self._collectives, donated)
+        parted = HostExecutor(
+            self._name, each_once, [0, *into], out, self._collectives, self._options, donated
+        )
         for path, wanted, own in zip(by_path(results), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(

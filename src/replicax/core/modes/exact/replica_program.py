@@ -8,7 +8,7 @@ the shapes of one device, and every device of a mesh runs the program as a repli
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -20,10 +20,11 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from replicax.core.ground import jax_internals  # JAX has no public way to run a program as replicas
-from replicax.core.placement.mesh import ShardDim, options_on, platform_of, sharding_of
+from replicax.core.modes.exact.tuning import unrecorded_refused
+from replicax.core.placement.mesh import ShardDim, platform_of, sharding_of
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
-"""Compiler options by platform: no sums whose order depends on thread timing."""
+"""Compiler options by platform, before those given: no sums in an order of thread timing."""
 
 _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
 
@@ -63,7 +64,8 @@ class ReplicaProgram:
 
     It has no constants; arguments are laid out as in `into`, and results as in `out`. Results reuse
     the memory of `donated` arguments. The `name` appears in profiles and bitwise comparisons. It is
-    compiled in the background, beside other programs, and waited for where it is first used.
+    compiled with `options` of XLA in the background, beside other programs, and waited for where it
+    is first used.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class ReplicaProgram:
         mesh: Mesh,
         into: Sequence[ShardDim],
         out: Sequence[ShardDim],
+        options: Mapping[str, Any],
         donated: Sequence[int] = (),
     ) -> None:
         self.name, self._mesh = name, mesh
+        self._options = {**_OPTIONS.get(platform_of(mesh), {}), **options}
         run = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
         avals: list[Any] = [var.aval for var in jaxpr.invars]
         shapes = [
@@ -104,7 +108,8 @@ class ReplicaProgram:
 
     @cached_property
     def _executable(self) -> Any:
-        return self._compiling.result()
+        with unrecorded_refused(self.name):
+            return self._compiling.result()
 
     @cached_property
     def _call(self) -> Callable[..., list[jax.Array]]:
@@ -151,12 +156,11 @@ class ReplicaProgram:
     ) -> Any:
         mesh, computation = self._mesh, lowered._lowering
         chosen, devices = computation.compile_args, np.asarray(mesh.devices).reshape(-1)
-        platform = platform_of(mesh)
         options = jax_internals.get_compile_options(
             num_replicas=devices.size,
             num_partitions=1,
             device_assignment=devices.reshape(-1, 1),
-            env_options_overrides={**_OPTIONS.get(platform, {}), **options_on(mesh)},
+            env_options_overrides=self._options,
             backend=chosen["backend"],
         )
         device_list = jax_internals.xla_client.DeviceList(tuple(devices))
