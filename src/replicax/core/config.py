@@ -4,7 +4,8 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -24,7 +25,6 @@ from replicax.core.models.definition import SplitModel
 from replicax.core.models.leaf_checks import check_leaves
 from replicax.core.models.pytree import CustomState, split_pytree
 from replicax.core.models.split import split_model
-from replicax.core.modes.exact.tuning import Tuning, as_tuning
 from replicax.core.modes.mode_table import Mode, as_mode
 from replicax.core.placement.dispatch_context import Context, dispatch_context, in_own_mesh
 from replicax.core.placement.layout import Layout, as_layout, check_axes
@@ -44,6 +44,9 @@ from replicax.core.step.optimizer import Trainable, check_decay
 from replicax.core.step.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.errors import ConfigError
 from replicax.known_wrong.findings import refuse_known_wrong
+
+if TYPE_CHECKING:
+    from replicax.core.modes.exact.tuning import Tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Configuration:
     donate: bool
     job: Job
     compiler_options: Mapping[str, Any] | None
-    tuning: Tuning
+    tuning: "Tuning | None"
+    """Recorded kernels, in a mode that is bitwise reproducible."""
     rounds: Rounds | None
     between: Between
     """The exchange with other jobs, or of replicas that train on their own."""
@@ -91,7 +95,8 @@ class Configuration:
 
         They are those that avoid known wrong numbers, `chosen_options`, and recorded kernels.
         """
-        return {**options_on(mesh), **self.chosen_options(mesh), **self.tuning.complete}
+        recorded = {} if self.tuning is None else self.tuning.complete
+        return {**options_on(mesh), **self.chosen_options(mesh), **recorded}
 
     def chosen_options(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return the options that were given, or the defaults of the devices of `mesh`."""
@@ -118,7 +123,7 @@ class Configuration:
             chosen["rounds"] = self.between.settings.names()
         if options := self.chosen_options(self.mesh):
             chosen["compiler_options"] = options
-        if self.tuning:
+        if self.tuning is not None:
             chosen["tuning"] = self.tuning.digest
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
@@ -208,7 +213,7 @@ def resolved(**given: Any) -> Configuration:
         "reduction": as_reduction(given["reduction"]),
         "job": job,
         "between": between,
-        "tuning": as_tuning(given["tuning"], mode, mesh),
+        "tuning": _tuning(given["tuning"], mode, mesh),
         "rounds": between.settings,
     }
     configuration = Configuration(**{**given, **values}, arguments=given)
@@ -230,6 +235,14 @@ def _lone_job(env: Mapping[str, str]) -> Job:
             "would train alone: pass job=rx.initialize()"
         )
     return Alone()
+
+
+def _tuning(path: str | Path | None, mode: Mode, mesh: Mesh) -> "Tuning | None":
+    if path is None:
+        return None
+    from replicax.core.modes.exact.tuning import as_tuning  # few need it
+
+    return as_tuning(path, mode, mesh)
 
 
 def _mesh(mesh: Mesh | None, mode: Mode, job: Job) -> Mesh:

@@ -25,7 +25,6 @@ from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
-from replicax.core.modes.exact.tuning import CompiledProgram, check_records, recorded
 from replicax.core.modes.mode_table import Mode, as_mode
 from replicax.core.placement.dispatch_context import serialized
 from replicax.core.placement.layout import Layout, copied
@@ -458,13 +457,15 @@ class DataParallel:
         Raises:
             ConfigError: another mode, platform or number of devices, or a convolution.
         """
+        from replicax.core.modes.exact.tuning import check_records, recorded_kernels
+
         check_records(self.mode, self.mesh)
 
-        def compiled(options: Mapping[str, Any]) -> Sequence[CompiledProgram]:
+        def compiled(options: Mapping[str, Any]) -> Sequence[Any]:
             program = self.replace(compiler_options=options, tuning=None).program(model)
             return program.step.compiled(program.shapes, program.batches.described(batch))
 
-        return recorded(compiled, Path(folder))
+        return recorded_kernels(compiled, Path(folder))
 
     @property
     def knows_model(self) -> bool:

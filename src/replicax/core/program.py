@@ -210,6 +210,7 @@ class Program:
         shards: GradientShards | None = None,
     ) -> StepSpec:
         config, mode = self.configuration, self.configuration.mode
+        recorded = {} if config.tuning is None else config.tuning.usual
         return StepSpec(
             name=name,
             sums=sums,
@@ -226,7 +227,7 @@ class Program:
             reduce=mode.reduce(reduction, shards),
             names_replicas=self.updater.names_replicas and mode.per_replica,
             micro_shards=config.micro_shards,
-            compiler_options={**options_on(self.mesh), **config.tuning.usual},
+            compiler_options={**options_on(self.mesh), **recorded},
             in_flight=config.job.in_flight,
             exchange=config.between.exchange,
         )

@@ -12,7 +12,7 @@ import pytest
 
 import replicax as rx
 from replicax.core.modes.exact import tuning
-from replicax.core.modes.exact.tuning import recorded, unrecorded_refused
+from replicax.core.modes.exact.tuning import recorded_kernels, unrecorded_refused
 
 CHOICES = b"version: 3\n"
 COMPLETE = "xla_gpu_require_complete_aot_autotune_results"
@@ -42,7 +42,7 @@ def test_the_file_is_named_by_what_xla_wrote_and_checked_to_be_complete(tmp_path
             Path(path).write_bytes(CHOICES)
         return [Text("dot")]
 
-    path = recorded(compiled, tmp_path / "kernels")
+    path = recorded_kernels(compiled, tmp_path / "kernels")
     assert path.stem == hashlib.sha256(CHOICES).hexdigest()[:16]
     assert [*path.parent.iterdir()] == [path]
     measuring, checking = given
@@ -62,7 +62,7 @@ def test_nothing_is_left_of_a_file_that_would_not_do(tmp_path: Path, text: str) 
         return [Text(text)]
 
     with pytest.raises(rx.ConfigError, match="convolutions" if "conv" in text else "1 programs"):
-        recorded(compiled, tmp_path)
+        recorded_kernels(compiled, tmp_path)
     assert not [*tmp_path.iterdir()]
 
 

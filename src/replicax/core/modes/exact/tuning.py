@@ -22,7 +22,7 @@ from replicax.core.modes.mapping import Mode
 from replicax.core.placement.mesh import AnyMesh, platform_of
 from replicax.errors import ConfigError
 
-CHOOSING: dict[str, Any] = {
+MEASURING: dict[str, Any] = {
     "xla_gpu_deterministic_ops": False,  # it takes the first kernels
     # All products are cuBLAS's, which is what tuning chooses. No other kernels are tuned.
     "xla_gpu_enable_triton_gemm": False,
@@ -34,7 +34,7 @@ CHOOSING: dict[str, Any] = {
 """Compiler options with which XLA measures the kernels of matrix products."""
 COMPLETE = {"xla_gpu_require_complete_aot_autotune_results": True}
 """The compiler option that fails where a kernel is not recorded."""
-_RECORDED: dict[str, Any] = {**CHOOSING, "xla_gpu_exclude_nondeterministic_ops": True}
+_RECORDED: dict[str, Any] = {**MEASURING, "xla_gpu_exclude_nondeterministic_ops": True}
 _read_here: set[Path] = set()
 """The file that this process uses: XLA reads one, and ignores all others."""
 _ENDING = ".textproto"  # by which XLA recognises text
@@ -49,41 +49,33 @@ class CompiledProgram(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A recorded file of kernels, or no file at all."""
+    """A recorded file of kernels."""
 
-    path: Path | None = None
+    path: Path
     """Named by the digest of its content: keys of compiled programs contain the name."""
-
-    def __bool__(self) -> bool:
-        return self.path is not None
 
     @property
     def digest(self) -> str:
         """The start of the SHA-256 of the file, which is its name."""
-        assert self.path is not None
         return self.path.stem
 
     @property
     def usual(self) -> dict[str, Any]:
         """Compiler options with the recorded kernels, and the first of the others."""
-        if self.path is None:
-            return {}
         return {**_RECORDED, "xla_gpu_load_autotune_results_from": str(self.path)}
 
     @property
     def complete(self) -> dict[str, Any]:
         """Compiler options that fail if a kernel is not recorded."""
-        return {**self.usual, **COMPLETE} if self else {}
+        return {**self.usual, **COMPLETE}
 
 
-def as_tuning(given: str | Path | None, mode: Mode, mesh: AnyMesh) -> Tuning:
+def as_tuning(given: str | Path, mode: Mode, mesh: AnyMesh) -> Tuning:
     """Return the tuning of an argument.
 
     Raises:
         ConfigError: it is no recorded file, or for another mode or platform.
     """
-    if given is None:
-        return Tuning()
     path, what = Path(given).absolute(), f"tuning={str(given)!r}"
     _check_place(what, mode, mesh)
     if not path.is_file():
@@ -115,7 +107,7 @@ def check_records(mode: Mode, mesh: AnyMesh) -> None:
         )
 
 
-def recorded(
+def recorded_kernels(
     compiled: Callable[[Mapping[str, Any]], Sequence[CompiledProgram]], folder: Path
 ) -> Path:
     """Write the kernels of a step into `folder`, and return the file.
@@ -125,7 +117,7 @@ def recorded(
     folder.mkdir(parents=True, exist_ok=True)
     # The path is in the keys of kept programs: a new one, so that none of them is taken instead.
     written = folder / f"{uuid.uuid4().hex}{_ENDING}"
-    measuring = {**CHOOSING, "xla_gpu_dump_autotune_results_to": str(written)}
+    measuring = {**MEASURING, "xla_gpu_dump_autotune_results_to": str(written)}
     try:
         texts = [each.as_text() for each in compiled(measuring)]
         if any("__cudnn$conv" in text for text in texts):
