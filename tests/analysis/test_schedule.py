@@ -174,6 +174,30 @@ def test_attention_in_one_call(target: str, mask: str, flops: float) -> None:
     assert schedule.unknown_calls == ()
 
 
+FLASH3 = """\
+  %q = bf16[2,128,4,64]{3,2,1,0} parameter(1)
+  %f = (bf16[2,128,4,64]{3,2,1,0}, f32[2,4,128]{2,1,0}) custom-call(%q, %q, %q), \
+custom_call_target="TARGET", api_version=API_VERSION_TYPED_FFI, \
+backend_config={is_causal = CAUSAL, softmax_scale = 1.250000e-01 : f64}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "causal", "flops"),
+    [
+        ("dew_flash3_mha_fwd", "false", FORWARD),
+        ("dew_flash3_mha_fwd", "true", FORWARD / 2),
+        ("dew_flash3_mha_bwd", "true", 1.25 * FORWARD),
+    ],
+)
+def test_flash_attention_3_has_no_bound_of_cudnn(target: str, causal: str, flops: float) -> None:
+    schedule = entry(FLASH3.replace("TARGET", target).replace("CAUSAL", causal))
+    (kernel,) = schedule.kernels
+    assert (kernel.flops, kernel.dtype) == (flops, "bf16")
+    assert (kernel.attends, kernel.query, kernel.product) == ("", 0, None)  # nor its rates
+    assert schedule.unknown_calls == ()
+
+
 def test_a_product_of_cublas() -> None:
     schedule = entry(
         "%a = f32[6,16]{1,0} parameter(1)",

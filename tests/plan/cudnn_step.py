@@ -1,4 +1,4 @@
-"""`python cudnn_step.py MODE LAYOUT`: library kernels of GPT-2 in bfloat16 on eight H100."""
+"""`python cudnn_step.py MODE LAYOUT ATTENTION`: kernels of GPT-2 in bfloat16 on eight H100."""
 
 import dataclasses
 import json
@@ -20,15 +20,15 @@ from replicax.plan.target import parse_target
 
 
 def main() -> None:
-    mode, layout = sys.argv[1:]
-    step = gpt2(16, mode=mode, layout=layout, precision="bfloat16")
+    mode, layout, attention = sys.argv[1:]
+    step = gpt2(16, attention, mode=mode, layout=layout, precision="bfloat16")
     program = export_step(step.on(8).dp, step.model, step.batch, "cuda", 9.0)
     with compiler_for(parse_target("h100:8")) as (compiler, notes):
         assert compiler is not None, notes
         done = compiler.compile(program)
         unrecorded = [missing(compiler, program, options) for options in recorded()]
     assert isinstance(done, Compilation)
-    calls = sorted(set(re.findall(r"__cudnn\$fmha\w+", done.text)))
+    calls = sorted(set(re.findall(r"__cudnn\$fmha\w+|dew_flash3\w+", done.text)))
     epilogues = sorted(set(re.findall(r'"epilogue":"(\w+)"', done.text)))
     found = {"calls": calls, "epilogues": epilogues, "unrecorded": unrecorded}
     print(json.dumps({**found, "notes": program.notes}))

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan.compilers import FOLDER, needs
@@ -80,6 +82,24 @@ AS_SHARD_MAP = "mode jit is planned as shard_map, since the step has cuDNN kerne
 WITHOUT = "planned without cuDNN kernels: the step may need less memory"
 
 
+def kernels(mode: str, layout: str, attention: str, devices: int, *folders: Path) -> Any:
+    """Return the kernels and notes of `cudnn_step.py`, exported with so many host devices."""
+    environment = {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": os.pathsep.join(map(str, [FOLDER, HERE.parent, *folders])),
+    }
+    ended = subprocess.run(
+        [sys.executable, str(HERE / "cudnn_step.py"), mode, layout, attention],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
 @needs("cuda")
 @pytest.mark.parametrize(
     ("mode", "layout", "host_devices", "attends", "notes"),
@@ -93,25 +113,26 @@ WITHOUT = "planned without cuDNN kernels: the step may need less memory"
 def test_cudnn_attends_where_there_are_host_devices_to_export_on(
     mode: str, layout: str, host_devices: int, attends: bool, notes: list[str]
 ) -> None:
-    environment = {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": str(host_devices),
-        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(HERE.parent)]),
-    }
-    ended = subprocess.run(
-        [sys.executable, str(HERE / "cudnn_step.py"), mode, layout],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
+    told = kernels(mode, layout, "cudnn", host_devices)
     assert "BIAS" in told.pop("epilogues")
     [[[missing, total]], [[chosen, of]]] = told.pop("unrecorded")
     assert missing == total == chosen == of
     both = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert told == {"calls": both if attends else [], "notes": notes}
+
+
+FLASH3 = find_spec("dew_flash_attn")
+
+
+@needs("cuda")
+@pytest.mark.skipif(FLASH3 is None, reason="dew-flash-attn-cu13 not installed (extra flash3)")
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_flash_attention_3_compiles_without_a_gpu(mode: str) -> None:
+    assert FLASH3 is not None
+    assert FLASH3.origin is not None
+    told = kernels(mode, "replicated", "fa3", 1, Path(FLASH3.origin).parents[1])
+    assert told.pop("epilogues")
+    assert told == {"calls": ["dew_flash3_mha_bwd", "dew_flash3_mha_fwd"], "notes": []}
 
 
 @pytest.fixture

@@ -43,10 +43,10 @@ def mlp(rows: int, **settings: Any) -> SmallStep:
     return _step(recipe, optax.adam(1e-3), batch, settings)
 
 
-def gpt2(rows: int, **settings: Any) -> SmallStep:
+def gpt2(rows: int, attention: transformer.Attention = "cudnn", **settings: Any) -> SmallStep:
     """One layer of 128 tokens, with heads as wide as those of the published sizes."""
     shape = transformer.Shape(layers=1, heads=2, width=128, context=128, vocab_size=256)
-    recipe = GPT2(heads=shape.heads, context=shape.context)
+    recipe = GPT2(heads=shape.heads, context=shape.context, attention=attention)
     batch = {
         "tokens": _of((rows, shape.context + 1), jnp.int32),
         "length": _of((rows,), jnp.int32),

@@ -22,6 +22,9 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\]]*"dimensions":\s*\[
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _CAUSAL = re.compile(r'"mask_type":\s*"\w*CAUSAL')
 _ATTENTION = "__cudnn$fmha"
+_FLASH3 = {"dew_flash3_mha_fwd": "forward", "dew_flash3_mha_bwd": "backward"}
+"""Targets of FlashAttention-3's calls. They have no rates, and no bound on a query, of cuDNN's."""
+_CAUSAL_FLASH3 = "is_causal = true"
 _PRODUCTS = {"forward": 2, "backward": 5}
 """Products of `[tokens, head_dim]` with `[tokens, tokens]` in attention. Forward: scores and
 output; backward: the scores again, and two gradients for each of these (Dao et al. 2022,
@@ -80,13 +83,16 @@ def call_target(instruction: Instruction) -> str:
 
 def is_counted(target: str) -> bool:
     """Whether the FLOPs of such calls are known."""
-    return target in FREE_CALLS or target.startswith(("__cublas$", _ATTENTION, "__cudnn$conv"))
+    counted = ("__cublas$", _ATTENTION, "__cudnn$conv", *_FLASH3)
+    return target in FREE_CALLS or target.startswith(counted)
 
 
 def _call_flops(call: Instruction) -> int:
     target = call_target(call)
     if passed := attention_pass(call):
         return _attention_flops(call, _PRODUCTS[passed])
+    if target in _FLASH3:
+        return _flash3_flops(call, _PRODUCTS[_FLASH3[target]])
     if target.startswith("__cublas$"):
         left, result = (_dims(shape) for shape in (call.operands[0], call.shape))
         summed = _SUMMED.search(call.attributes)
@@ -107,6 +113,13 @@ def _attention_flops(call: Instruction, products: int) -> int:
     head_dim = _dims(call.operands[0])[-1]
     flops = 2 * products * scores * head_dim
     return flops // 2 if _CAUSAL.search(call.attributes) else flops
+
+
+def _flash3_flops(call: Instruction, products: int) -> int:
+    """FLOPs of FlashAttention-3: operands `[rows, tokens, heads, head_dim]`, half if causal."""
+    first, keys = _dims(call.operands[0]), _dims(call.operands[2])  # values forward: as many
+    flops = 2 * products * math.prod(first) * keys[1]
+    return flops // 2 if _CAUSAL_FLASH3 in call.attributes else flops
 
 
 def _dims(shape: str) -> tuple[int, ...]:

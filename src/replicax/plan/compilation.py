@@ -23,8 +23,9 @@ from replicax.errors import (
     MissingDependencyError,
     ReplicaxError,
     install_command,
+    require,
 )
-from replicax.plan.exported import ExportedStep
+from replicax.plan.exported import FLASH3_CALLS, ExportedStep
 from replicax.text.wording import first_line
 
 FAILS = "the compiler fails on this step"
@@ -127,6 +128,8 @@ def answer(
 def _compile(program: ExportedStep, devices: Sequence[Any], tunes: bool) -> jax.stages.Compiled:
     mesh = mesh_of(devices[: math.prod(program.sizes.values())], program.sizes)
     exported = jax.export.deserialize(bytearray(program.module))
+    if any(name.encode() in exported.mlir_module_serialized for name in FLASH3_CALLS):
+        require("dew_flash_attn", "flash3")._registered()  # XLA compiles no call that it cannot run
     read = exported.module_kept_var_idx  # jit drops arguments that its function does not read
 
     def step(*arguments: jax.Array) -> Any:

@@ -17,7 +17,8 @@ from replicax.errors import ConfigError, require
 from replicax.plan.operations import with_equations
 from replicax.train.guarded import NOT_FINITE
 
-CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+FLASH3_CALLS = ("dew_flash3_mha_fwd", "dew_flash3_mha_bwd")
+ATTENTION_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", *FLASH3_CALLS)
 """Kernels that a model may call by name. JAX gives no compatibility guarantee for them in exported
 programs, but these programs are compiled immediately, by the same version."""
 
@@ -124,7 +125,7 @@ def _export(
     with traced_for(capability):
         made = dp.program(model, mesh=_mesh(dp.mesh))
         arguments = state, _ = made.shapes, made.batches.described(batch)
-        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ATTENTION_CALLS]
         exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
             *arguments
         )

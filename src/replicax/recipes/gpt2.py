@@ -19,6 +19,7 @@ from replicax.errors import ConfigError
 from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer
 from replicax.recipes.corpus import read_corpus
+from replicax.recipes.flash3 import check_flash3_shape
 from replicax.recipes.text import TextDataset, packed, text_dataset
 from replicax.recipes.text_columns import Document
 from replicax.text.arguments import Count, Int32Count, Natural, NotNegative, Positive, check_ranges
@@ -71,6 +72,8 @@ class GPT2:
     """Maximum global norm of the gradient; larger gradients are clipped."""
     remat: transformer.Remat = "selective"
     """Activations to recompute in the backward pass: none, norms and GELU, or whole blocks."""
+    attention: transformer.Attention = "cudnn"
+    """Attention on NVIDIA GPUs: cuDNN's, or fa3, FlashAttention-3 (H100 and H200, 16 bits)."""
     sample: str | None = None
     """Text to continue after training."""
     sample_tokens: Natural = 200
@@ -90,6 +93,8 @@ class GPT2:
 
     def __post_init__(self) -> None:
         check_ranges(self, "")
+        if self.attention == "fa3":
+            check_flash3_shape(self.width // self.heads, self.separate_documents)
         if self.sample is not None:  # before training instead of after it
             check_sampling(self.sample, self.sample_tokens, self.temperature)
 
@@ -106,7 +111,9 @@ class GPT2:
         with the end-of-text token before it, so that no target is lost.
         """
         tokens = batch["tokens"].astype(jnp.int32)
-        hidden = transformer.hidden(model, tokens[:, :-1], self.heads, self.remat, self._separator)
+        hidden = transformer.hidden(
+            model, tokens[:, :-1], self.heads, self.remat, self._separator, self.attention
+        )
         embedding, labels = model["wte"]["weight"], tokens[:, 1:]
         nats = linear_cross_entropy(hidden, embedding, labels.ravel()).reshape(labels.shape)
         real = jnp.arange(self.context) < batch["length"][:, None]

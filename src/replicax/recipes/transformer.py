@@ -25,6 +25,7 @@ from replicax.core.ground.precision import to_sum
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.errors import ConfigError
 from replicax.recipes import cpu
+from replicax.recipes.flash3 import check_flash3, flash3
 from replicax.remat import in_turn, with_attention
 from replicax.text.arguments import Count, typed
 from replicax.weights import rearranged, stacked, tied
@@ -33,6 +34,7 @@ from replicax.weights.save_weights import named_weights
 
 Params = dict[str, Any]
 Remat = Literal["none", "selective", "full"]
+Attention = Literal["cudnn", "fa3"]
 EPSILON = 1e-5
 MATRICES = {
     r"c_attn'\]\['weight'\]": (1, 3),
@@ -119,23 +121,29 @@ def hidden(
     heads: int,
     remat: Remat = "none",
     separator: int | None = None,
+    attention: Attention = "cudnn",
 ) -> jax.Array:
     """Return final activations `[rows * tokens, width]`; times the embedding, they are logits.
 
     `tokens` are ints `[rows, tokens]`, at most `context` per row. `remat` sets what the backward
     pass recomputes: nothing; norms and GELU (`selective`); or whole blocks (`full`). With a
     `separator`, each of these tokens begins a document: tokens attend to their own document only,
-    and its positions count from 0.
+    and its positions count from 0. On CUDA `attention` names the kernel; `fa3` is
+    FlashAttention-3, with which there are no documents.
     """
     rows, count = tokens.shape
     document = positions = None
+    if attention == "fa3":
+        check_flash3(params["wte"]["weight"].dtype)
     if separator is not None:
         begins, index = tokens == separator, jnp.arange(count)
         document = jnp.cumsum(begins, axis=1)
         positions = index - lax.cummax(jnp.where(begins, index, 0), axis=1)
     on_gpu = cuda_capability() is not None
-    sizes = (rows, count, heads)
-    layer: Callable[..., jax.Array] = functools.partial(_block, sizes=sizes, on_gpu=on_gpu)
+    attend = functools.partial(_attention, attention=attention)
+    layer: Callable[..., jax.Array] = functools.partial(
+        _block, sizes=(rows, count, heads), attend=attend, on_gpu=on_gpu
+    )
     if remat != "none":
         layer = jax.checkpoint(layer, policy=_KEPT[remat], prevent_cse=on_gpu)
 
@@ -163,6 +171,7 @@ def _block(
     params: Params,
     document: jax.Array | None,
     sizes: tuple[int, int, int],
+    attend: Callable[..., jax.Array],
     on_gpu: bool,
 ) -> jax.Array:
     rows, tokens, heads = sizes
@@ -171,7 +180,7 @@ def _block(
         each.reshape(rows, tokens, heads, -1)
         for each in _query_key_value(params["attn"]["c_attn"], normal, on_gpu)
     )
-    attended = _attention(q, k, v, document).reshape(x.shape)
+    attended = attend(q, k, v, document).reshape(x.shape)
     x = x + _dense(params["attn"]["c_proj"], attended)
     fc, normal = params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x)
     # On a GPU, save its input instead of the six arrays that its derivative uses.
@@ -180,7 +189,11 @@ def _block(
 
 
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    document: jax.Array | None = None,
+    attention: Attention = "cudnn",
 ) -> jax.Array:
     """Apply causal attention to `[rows, tokens, heads, head_dim]`, with cuDNN if it supports it.
 
@@ -192,7 +205,7 @@ def _attention(
         mask = document[:, None, :, None] == document[:, None, None, :]
         operands, on_cpu = (q, k, v, mask), _plain_attention
     attended: jax.Array = lax.platform_dependent(
-        *operands, cpu=on_cpu, cuda=_cuda_attention, default=_plain_attention
+        *operands, cpu=on_cpu, cuda=_ON_CUDA[attention], default=_plain_attention
     )
     return attended
 
@@ -211,6 +224,9 @@ def _cuda_attention(
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, implementation=implementation
     )
+
+
+_ON_CUDA: dict[Attention, Callable[..., jax.Array]] = {"cudnn": _cuda_attention, "fa3": flash3}
 
 
 def cudnn_takes(q: jax.Array) -> bool:

@@ -34,6 +34,7 @@ _KEEPING = {
     *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "neg"),
     *("real", "reduce_precision", "reduce_sum", "reshape", "rev", "slice"),
     *("convert_element_type", "cumsum", "squeeze", "transpose"),
+    "dew_flash3_mha_bwd",  # a target of `ffi_call`
 }
 """Operations that are linear in their first operand, and keep 0."""
 _ADDING = {"add", "add_any", "concatenate", "pad", "sub"}
@@ -52,7 +53,8 @@ def _constant(value: Any) -> Linearity:
 
 
 def _apply(eqn: JaxprEqn, parts: list[Linearity]) -> Sequence[Linearity]:
-    name, count = eqn.primitive.name, len(eqn.outvars)
+    name = eqn.params.get("target_name", eqn.primitive.name)
+    count = len(eqn.outvars)
     if name in CALLS | REMATS | RULED:
         return linear_results(called(eqn), parts)
     if name == "optimization_barrier":

@@ -259,7 +259,7 @@ def wide_eqn(eqn: Any, values: list[Any]) -> list[Any]:
 
 
 _OF_BITS = {"bitcast_convert_type", "dot_product_attention_bwd_wrapper"}
-_OF_BITS |= {"dot_product_attention_fwd_wrapper", "nextafter"}
+_OF_BITS |= {"dot_product_attention_fwd_wrapper", "ffi_call", "nextafter"}
 """Primitives that another dtype makes others."""
 
 

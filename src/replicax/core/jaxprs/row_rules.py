@@ -119,9 +119,15 @@ def _whole_dim(_params: Any, places: list[_Place], shapes: list[Dims], out: Dims
 
 
 def _attention(_params: Any, places: list[_Place], *_: Any) -> _Place:
-    """Rule of attention from cuDNN: rows of the batch dim."""
+    """Rule of attention in one kernel: rows of the batch dim."""
     rows = joined(places)
     return rows if rows and rows.dim == 0 else MIXED
+
+
+def _custom_call(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
+    """Rule of a kernel of another package: that of its target, if known."""
+    rule = _CUSTOM_CALLS.get(params["target_name"])
+    return rule(params, places, shapes, out) if rule else MIXED
 
 
 def _windows(params: Any, places: list[_Place], shapes: list[Dims], out: Dims) -> _Place:
@@ -266,6 +272,11 @@ _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
 _OF_MATRICES = "cholesky eig eigh lu qr svd"
+_CUSTOM_CALLS: dict[str, _Rule] = {
+    "dew_flash3_mha_bwd": _attention,
+    "dew_flash3_mha_fwd": _attention,
+}
+"""Rules of the targets of `jax.ffi.ffi_call`."""
 ROW_RULES: dict[str, _Rule] = {
     **dict.fromkeys(BY_ENTRY, _by_entry),
     **dict.fromkeys(_REDUCING.split(), _without("axes")),
@@ -279,6 +290,7 @@ ROW_RULES: dict[str, _Rule] = {
     "dot_general": _dot,
     "dot_product_attention_bwd_wrapper": _attention,
     "dot_product_attention_fwd_wrapper": _attention,
+    "ffi_call": _custom_call,
     "fft": _fourier,
     "gather": _gather,
     "lu_pivots_to_permutation": _last_dim,

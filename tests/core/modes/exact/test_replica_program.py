@@ -20,7 +20,7 @@ from replicax.core.modes.exact.replica_program import (
     with_deterministic_attention,
 )
 from replicax.core.placement.mesh import sharding_of
-from replicax.errors import LossError
+from replicax.errors import ConfigError, LossError
 from replicax.train.files.fingerprint import sha256
 
 ROWS, WIDTH = 64, 16
@@ -90,6 +90,12 @@ def test_every_backward_pass_of_attention_is_deterministic() -> None:
     calls = [line for line in str(module).splitlines() if "custom_call" in line]
     found = ["force_deterministic\\22: true" in line for line in calls]
     assert found == [False, True, True, True]
+
+
+def test_a_kernel_without_a_deterministic_form_is_refused() -> None:
+    flash3 = jax.jit(lambda x: jax.ffi.ffi_call("dew_flash3_mha_bwd", x)(x))
+    with pytest.raises(ConfigError, match=r"'exact' .*dew_flash3_mha_bwd"):
+        with_deterministic_attention(flash3.lower(X).compiler_ir())
 
 
 # The pieces of a step.

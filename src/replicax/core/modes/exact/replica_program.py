@@ -22,11 +22,15 @@ from jax.sharding import Mesh
 from replicax.core.ground import jax_internals  # JAX has no public way to run a program as replicas
 from replicax.core.modes.exact.tuning import unrecorded_refused
 from replicax.core.placement.mesh import ShardDim, platform_of, sharding_of
+from replicax.errors import ConfigError
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform, before those given: no sums in an order of thread timing."""
 
 _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
+
+_NOT_REPRODUCIBLE = {"dew_flash3_mha_bwd"}
+"""Targets of calls of other packages' kernels that have no deterministic form."""
 
 
 def as_global(array: jax.Array) -> jax.Array:
@@ -44,11 +48,17 @@ def with_deterministic_attention(module: ir.Module) -> ir.Module:
 
     `xla_gpu_deterministic_ops` does this to the first of several equal calls only, whose kernel the
     others then do not find: XLA ends with an IndexError (jaxlib 0.11.2).
+
+    Raises:
+        ConfigError: it calls a kernel that has no deterministic form.
     """
+    refused: list[str] = []
 
     def visit(operation: ir.Operation) -> ir.WalkResult:
         attributes = operation.attributes
         called = str(attributes["call_target_name"]) if "call_target_name" in attributes else ""
+        if called.strip('"') in _NOT_REPRODUCIBLE:
+            refused.append(called.strip('"'))
         if re.search(r"__cudnn\$fmha\w*Backward", called):
             config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
             config["cudnn_fmha_backend_config"]["force_deterministic"] = True
@@ -56,6 +66,11 @@ def with_deterministic_attention(module: ir.Module) -> ir.Module:
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
+    if refused:  # not raised in the walk, which would make a RuntimeError of it
+        raise ConfigError(
+            f"mode='exact' with a call of {refused[0]}, which sums in the order of threads and has "
+            "no option against it: use another kernel (attention='cudnn'), or another mode"
+        )
     return module
 
 
