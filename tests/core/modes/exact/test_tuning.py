@@ -81,15 +81,15 @@ def test_a_tuning_is_of_the_mode_of_gpus_and_part_of_the_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = np.ones((8, 3), np.float32)
-    with pytest.raises(rx.ConfigError, match="on cpu devices"):
+    with pytest.raises(rx.ConfigError, match="cpu"):
         exact(tuning=tmp_path / "a")
-    with pytest.raises(rx.ConfigError, match="on cpu devices"):
+    with pytest.raises(rx.ConfigError, match="cpu"):
         exact().record_tuning(np.ones(3, np.float32), rows, tmp_path)
     monkeypatch.setattr(tuning, "platform_of", lambda mesh: "gpu")
     monkeypatch.setattr(tuning, "_read_here", set())
     with pytest.raises(rx.ConfigError, match="mode='jit'"):
         rx.DataParallel(loss, optax.sgd(0.1), tuning=tmp_path / "a")
-    with pytest.raises(rx.ConfigError, match="not a file"):
+    with pytest.raises(rx.ConfigError, match="record_tuning"):
         exact(tuning=tmp_path / "a")
     name = hashlib.sha256(CHOICES).hexdigest()[:16]
     (tmp_path / "a").write_bytes(CHOICES)
