@@ -1,5 +1,7 @@
 """The model of a run for predictions: without its optimizer, loss and data, in inference mode."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from support.figures import refused
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 
@@ -138,6 +140,24 @@ def arrays(model: Any) -> list[Any]:
     tree = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
     tree = model.variables if isinstance(model, nn.Module) else tree
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+@EXHAUSTIVE
+def test_the_prediction_runs_where_there_is_no_replicax(tmp_path: Path) -> None:
+    trained(tmp_path / "run", Network(0))
+    model = rx.load_model(tmp_path / "run", Network(1))
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 4"), "float32")
+    exported = jax.export.export(jax.jit(lambda x: model(x)))(shape)
+    (tmp_path / "it.stablehlo").write_bytes(exported.serialize())
+    np.save(tmp_path / "x.npy", ROWS["x"])
+    script = (
+        "import sys, jax, jax.export, numpy as np\n"
+        "found = jax.export.deserialize(bytearray(open('it.stablehlo', 'rb').read()))\n"
+        "np.save('y.npy', found.call(np.load('x.npy')))\n"
+        "assert not {'replicax', 'flax'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), called(model), rtol=1e-6)
 
 
 def test_a_part_of_the_state_of_a_custom_step_is_enough(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class RunOptions:
     """The run's recipe, if it is your own: file.py:Name, or package.module:Name."""
 
     own: ClassVar[str]
-    """What to do with a run that `replicax train` did not make."""
+    """The fix for a run that `replicax train` did not make."""
 
     def open(self, command: str) -> Loaded:
         """Return the run's checkpoint, loaded on the available devices."""
@@ -69,7 +69,7 @@ class RunOptions:
 
 
 def of_own_program(spec: str, wanted: str) -> Any:
-    """Return what `FILE.py:name` is, or what it returns if it is a function."""
+    """Return the object `FILE.py:name`, or its result if it is a function."""
     found = from_file(spec, wanted, {})
     if isinstance(found, type):
         raise ConfigError(
