@@ -157,7 +157,7 @@ def test_the_prediction_runs_where_there_is_no_replicax(tmp_path: Path) -> None:
         "assert not {'replicax', 'flax'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
-    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), called(model), rtol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), called(model), rtol=1e-4)
 
 
 def test_a_part_of_the_state_of_a_custom_step_is_enough(tmp_path: Path) -> None:
