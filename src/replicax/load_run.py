@@ -36,7 +36,7 @@ def load(
         >>> weights, value = run.model, run.records[-1].metrics["loss"]
 
     Args:
-        run_dir: the run's folder, or its URL in an object store.
+        run_dir: the run's folder or the folder of one of its checkpoints, or the URL of either.
         dp: a `DataParallel` with the run's loss and optimizer. Optional for a run of
             `replicax train`: by default it uses the run's recipe, in mode `jit`, on all devices.
         state: a state, or its shapes, as from `dp.abstract_state(model)`. Optional if `dp` has
