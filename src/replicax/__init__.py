@@ -58,6 +58,7 @@ if typing.TYPE_CHECKING:
     from replicax.errors import StateError as StateError
     from replicax.islands.initialize import initialize as initialize
     from replicax.load_run import load as load
+    from replicax.load_run import load_model as load_model
     from replicax.optimizers import by_matrix as by_matrix
     from replicax.optimizers import muon as muon
     from replicax.plan.planned import Plan as Plan
@@ -164,6 +165,7 @@ _MODULE_OF = {
     "initialize": "islands.initialize",
     "layout": "core.placement.layout",
     "load": "load_run",
+    "load_model": "load_run",
     "load_weights": "weights.load_weights",
     "make_mesh": "core.placement.mesh",
     "mean": "core.custom.summing",

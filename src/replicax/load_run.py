@@ -13,6 +13,7 @@ from replicax.recipes.recipe import BUILT_IN, abstract_model, find_recipe, recip
 from replicax.text.arguments import typed
 from replicax.train.files.places import place
 from replicax.train.folder.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint
+from replicax.train.folder.read_model import read_model
 
 
 @typed
@@ -35,7 +36,7 @@ def load(
         >>> weights, value = run.model, run.records[-1].metrics["loss"]
 
     Args:
-        run_dir: the run's folder, or its URL in an object store.
+        run_dir: the run's folder or the folder of one of its checkpoints, or the URL of either.
         dp: a `DataParallel` with the run's loss and optimizer. Optional for a run of
             `replicax train`: by default it uses the run's recipe, in mode `jit`, on all devices.
         state: a state, or its shapes, as from `dp.abstract_state(model)`. Optional if `dp` has
@@ -58,7 +59,10 @@ def load(
     """
     checkpoint = find_checkpoint(place(run_dir), step)
     if state is not None and dp is None:
-        raise ConfigError("state= without dp=; a state belongs to a DataParallel: pass both")
+        raise ConfigError(
+            "state= without dp=; a state belongs to a DataParallel: pass both, or for the model "
+            "alone call rx.load_model(run_dir, model)"
+        )
     if state is None and dp is not None and dp.knows_model and _recipe_of(checkpoint) is None:
         state = dp.abstract_state()
     if dp is not None and state is not None:
@@ -72,6 +76,57 @@ def load(
     return load_checkpoint(checkpoint, dp, shapes, restored)
 
 
+@typed
+def load_model(
+    run_dir: str | Path,
+    model: Any = None,
+    *,
+    ema: bool = False,
+    step: int | str | None = None,
+    recipe: str | None = None,
+) -> Any:
+    """Return a run's trained model in inference mode, without its optimizer, loss and data.
+
+    Parameters and statistics, such as BatchNorm's, are verified byte by byte. The run may continue
+    at the same time, and its devices, layout, mode and optimizer do not matter.
+
+    Examples:
+        >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/predicts")
+        >>> trained = rx.load_model("runs/predicts", model)
+        >>> trained["w"].shape
+        (3,)
+
+    Args:
+        run_dir: the run's folder or the folder of one of its checkpoints, or the URL of either.
+        model: a model as it was given to `dp.init`, with any numbers, or its shapes; its arrays are
+            read to where these were put, by default to the first device. Of a run with a custom
+            step, a dict of the parts of its state that are wanted. Optional for a run of
+            `replicax train`.
+        ema: whether to take the moving average of the parameters, as for `dp.evaluate`.
+        step: as for `rx.load`.
+        recipe: as for `rx.load`.
+
+    Returns:
+        A model like the given one, which is unchanged: NNX as after `model.eval()`, Equinox as by
+        `eqx.nn.inference_mode`. Linen and plain pytrees have no mode: a call's arguments say it.
+        `dp.init` takes it to train further.
+
+    Raises:
+        ConfigError: no run, no such checkpoint, a different model, or no average.
+        CheckpointError: the checkpoint fails verification; it is left in place.
+        MissingDependencyError: Orbax is not installed.
+    """
+    checkpoint = find_checkpoint(place(run_dir), step)
+    if model is None:
+        if _recipe_of(checkpoint) is None:
+            raise ConfigError(
+                f"{checkpoint.run} was not created by replicax train, so it does not record its "
+                "model: call rx.load_model(run_dir, model)"
+            )
+        model = abstract_model(_recipe(checkpoint, recipe).model, jax.random.key(0))
+    return read_model(checkpoint, model, ema=ema)
+
+
 def _recipe_of(checkpoint: Checkpoint) -> Any:
     return checkpoint.manifest.config.get("recipe")
 
@@ -83,7 +138,8 @@ def _recipe(checkpoint: Checkpoint, named: str | None) -> Any:
     if not isinstance(spec, str) or not isinstance(fields, dict):
         raise ConfigError(
             f"{run} was not created by replicax train, so it does not record its loss and model: "
-            "call rx.load(run_dir, dp=dp, state=dp.abstract_state(model))"
+            "call rx.load_model(run_dir, model) for the model alone, or rx.load(run_dir, dp=dp, "
+            "state=dp.abstract_state(model))"
         )
     if named is None and spec not in {
         *BUILT_IN,

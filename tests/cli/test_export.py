@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 from support.command_line import Main, refusal
@@ -71,6 +72,40 @@ class Normed(LinearRegression):
 
     def loss(self, model, batch, key):
         return (model(batch["x"] + 1) - batch["y"]) ** 2
+"""
+
+
+def test_a_run_of_ones_own_program_is_exported_with_its_model(main: Main, folder: Path) -> None:
+    (folder / "mine.py").write_text(MINE_PY)
+    loss = lambda model, batch, key: (batch["x"] @ model["w"]) ** 2  # noqa: E731
+    dp = rx.DataParallel(loss, optax.sgd(0.1))
+    rows = {"x": np.ones((8, 3), np.float32)}
+    begun = dp.init({"w": np.ones(3, np.float32)})
+    result = rx.fit(dp, begun, rows, batch_size=8, epochs=1, run_dir="runs/own", progress=False)
+    for name in ("made", "given"):
+        assert main("export", "own", f"{name}.safetensors", "--model", f"mine.py:{name}")[0] == 0
+        found = load_file(folder / f"{name}.safetensors")
+        np.testing.assert_array_equal(found["w"], result.state.params["w"])
+    for command, said in (
+        (["export", "own", "it.safetensors"], "--model FILE.py:name"),
+        (["export", "own", "it.safetensors", "--model", "mine.py:Made"], "mine.py:Made"),
+        (["export", "own", "it.safetensors", "--model", "mine.py:nade"], "'made'"),
+        (["sample", "own", "text"], "rx.load_model(run_dir, model)"),
+        (["evaluate", "own"], "dp.evaluate(rx.load("),
+    ):
+        assert said in refusal(main, *command)
+
+
+MINE_PY = """
+import numpy as np
+
+given = {"w": np.zeros(3, np.float32)}
+
+def made():
+    return given
+
+class Made:
+    pass
 """
 
 

@@ -33,6 +33,7 @@ READS = {
     *(("verify", "step"), ("verify", "reference")),
     *((verb, "run") for verb in ("evaluate", "export", "sample")),
     *((verb, "recipe") for verb in ("evaluate", "export", "sample")),
+    ("export", "model"),
 }
 FILES = (
     *("mine", "right_step.py", "folder/step.hlo", "folder/process-0.log"),

@@ -28,13 +28,18 @@ class EvaluateOptions(JsonOptions, RunOptions):
     data: Annotated[Path | None, shown_as("PATH", "the recipe's")] = None
     """Other data to evaluate on: a text for gpt2, the folder of the images for lenet and cnn."""
 
+    own = (
+        "in Python, dp.evaluate(rx.load(run_dir, dp=dp, state=dp.abstract_state(model)).state, "
+        "source) evaluates it"
+    )
+
 
 def evaluate(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse("evaluate", EvaluateOptions, arguments)
     with options.working():
         loaded = options.open("evaluate")
-        options.say(about_line(loaded))
+        options.say(about_line(loaded.path.parent.parent, loaded.step, loaded.recipe))
         source = _source(loaded.recipe, options)
         metrics = loaded.dp.evaluate(loaded.state, loaded.dp.feed(source, loaded.recipe.batch_size))
     rows = int(metrics.pop("rows"))

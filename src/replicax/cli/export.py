@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
-from replicax.cli.opened import RunOptions, about_line
+from replicax.cli.opened import RunOptions, about_line, of_own_program
 from replicax.cli.output import show
 from replicax.errors import ConfigError, require
 from replicax.recipes.recipe import weight_names
 from replicax.text.wording import size_text
 from replicax.train.files.places import check_replaceable
+from replicax.train.folder.read_model import read_model
 from replicax.weights.save_weights import check_suffix, save_weights
 
 
@@ -26,8 +27,12 @@ class ExportOptions(RunOptions):
 
     file: Annotated[Path, BY_PLACE, shown_as("FILE")]
     """The file to write, such as model.safetensors."""
+    model: Annotated[str | None, shown_as("FILE.py:name", "the recipe's")] = None
+    """For a run of your own program: a function that returns its model; the file is run."""
     force: bool = False
     """Overwrite the file, if it is a .safetensors file."""
+
+    own = "name a function of your program that returns it, --model FILE.py:name"
 
 
 def export(arguments: list[str]) -> int:
@@ -48,11 +53,19 @@ def export(arguments: list[str]) -> int:
         if begun and begun[8:] != b"{":
             raise ConfigError(f"{file} is no .safetensors file, which --force overwrites; name one")
     require("safetensors.numpy", "text")  # before the run is loaded
-    loaded = options.open("export")
-    model = loaded.dp.model(loaded.state, copy=False)
-    tensors = save_weights(model, file, rename=weight_names(loaded.recipe))
+    if options.model is None:
+        loaded = options.open("export")
+        model = loaded.dp.model(loaded.state, copy=False)
+        names = weight_names(loaded.recipe)
+        about = about_line(loaded.path.parent.parent, loaded.step, loaded.recipe)
+    else:
+        checkpoint = options.checkpoint("export")
+        made = of_own_program(options.model, "a model")
+        model, names = read_model(checkpoint, made, ema=False), {}
+        about = about_line(checkpoint.run, checkpoint.manifest.position.step)
+    tensors = save_weights(model, file, rename=names)
     size = size_text(os.path.getsize(file))
     parameters = sum(array.size for array in tensors.values())
     wrote = f"{parameters:,} numbers in {len(tensors):,} tensors, {size}"
-    show(about_line(loaded), f"wrote  {file}: {wrote}")
+    show(about, f"wrote  {file}: {wrote}")
     return 0

@@ -26,6 +26,8 @@ class SampleOptions(RunOptions):
     seed: Seed = 0
     """Seed of the draws."""
 
+    own = "in Python, rx.load_model(run_dir, model) returns it, to draw from as you do"
+
 
 def sample(arguments: list[str]) -> int:
     """Run the command; return its exit code."""

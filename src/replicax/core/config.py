@@ -133,7 +133,9 @@ class Configuration:
         Rows in a state are padded as a batch of so many is on `mesh`.
         """
         if self.step is None:
-            definition, params, extras = split_model(model)
+            from replicax.core.models.training_mode import for_training
+
+            definition, params, extras = split_model(for_training(model))
             for arrays in (params, extras):
                 check_leaves(arrays)
             return definition, params, extras

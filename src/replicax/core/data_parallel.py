@@ -61,7 +61,8 @@ class DataParallel:
             and a dict of metrics of the same kinds, or with `merge` and `compute`. The step
             minimises their global weighted mean. A scalar must be the mean over equally weighted
             rows; unequal weights are an error.
-            In evaluation, `key` is None, and NNX and Equinox models are in evaluation mode.
+            In a step, NNX and Equinox models are in training mode; in evaluation, `key` is None,
+            and they are in inference mode.
         optimizer: an optax gradient transformation.
         step: `step(state, batch, key) -> (state, metrics)`, a custom step replacing the optimizer,
             over any pytree of state, written with `rx.value_and_grad` and `rx.mean`. `loss`, if
@@ -127,11 +128,13 @@ class DataParallel:
 
         Args:
             model: a pytree of arrays, an Equinox module, a Flax NNX module, or a bound Linen one.
-                It is copied; the caller's model is unchanged.
+                It is copied; the caller's model is unchanged. Steps set training mode in all its
+                parts: set the mode of a part in the loss.
             seed: the seed of all random numbers in the run, 0 <= seed < 2**32.
 
         Raises:
-            ConfigError: nothing to train, a different model structure, or too little memory.
+            ConfigError: nothing to train, a different model structure, only some parts in inference
+                mode, or too little memory.
             DataError: a 64-bit number that has no 32-bit value, without `jax_enable_x64`.
         """
         from replicax.core.call_checks import agree_on_model
@@ -353,7 +356,11 @@ class DataParallel:
 
     @serialized
     def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
-        """Return the user's model with the arrays of `state`.
+        """Return the user's model with the arrays of `state`, in inference mode.
+
+        NNX as by `model.eval()`, Equinox as by `eqx.nn.inference_mode`; in Linen a call's arguments
+        say it, as in `model(x, train=False)`. The state of a custom step has the modes that it was
+        given with.
 
         Args:
             state: the train state; not modified.
@@ -364,7 +371,9 @@ class DataParallel:
         program = self._of(state)
         state = program.averaged(state) if ema else state
         arrays = real_rows((state.params, state.extras))
-        return program.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
+        definition = program.definition
+        model = definition.merge(*(copied(arrays) if copy and self.donate else arrays))
+        return definition.in_inference(model)
 
     def __repr__(self) -> str:
         usual = {"accumulate": 1, "precision": "float32", "reduction": "float32"}

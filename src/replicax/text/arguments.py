@@ -127,7 +127,7 @@ def bind(
     for word in named:
         if word not in parameters:
             verb = not call[:1].isupper() or call in ("DataParallel", "Run")
-            said = _instead(word, named[word], parameters, elsewhere=verb)
+            said = _instead(call, word, named[word], parameters, elsewhere=verb)
             raise ConfigError(f"{call} has no argument {said}")
     arguments = arguments[len(signature.parameters) - len(parameters) :]
     given = ", ".join([*(type(each).__name__ for each in arguments), *map("{}=...".format, named)])
@@ -142,12 +142,14 @@ def bind(
     raise ConfigError(f"{call} got ({given}): write {call}({', '.join(wanted)}){others}")
 
 
-def _instead(word: str, value: Any, known: Mapping[str, Any], *, elsewhere: bool) -> str:
+def _instead(call: str, word: str, value: Any, known: Mapping[str, Any], *, elsewhere: bool) -> str:
     """Return an argument that is not in `known`, and what to write for it, if only `elsewhere`."""
     shown, here, synonyms, there = _shown(value), list[str](), list[str](), list[str]()
     for where, written, words in ARGUMENTS:
         if word not in names_of_row(written, words):
             continue
+        if where == f"rx.{call}":
+            return f"{word}={shown}: {written}"
         if written.partition("=")[0] in known:
             here.append(written)
         else:

@@ -62,9 +62,10 @@ ARGUMENTS = (
     ("rx.make_mesh({})", "data={}", "devices num_devices gpus num_gpus n_gpus"),
     ("rx.make_mesh({})", "model={}", "tp tensor tensor_parallel model_parallel"),
     ("rx.make_mesh({})", "stage={}", "pp pipe pipeline stages pipeline_parallel"),
+    ("rx.load", "call rx.load_model(run_dir, model) for the model alone", "model"),
 )
 """Where an argument belongs, the argument, and its names in other libraries. Without an argument,
-what to do instead."""
+what to do instead; with a function alone, what that one says."""
 
 VALUES = {
     "16": "float16",

@@ -4,8 +4,30 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, did_you_mean
+
+
+def from_file(spec: str, wanted: str, modules: dict[Path, ModuleType]) -> Any:
+    """Return what `FILE.py:name` refers to; its file is run once, and is then one of `modules`.
+
+    Raises:
+        ConfigError: no such file or name; `wanted` says what it is, as in "a step".
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where.endswith(".py"):
+        raise ConfigError(f"{spec!r} does not name {wanted}; write FILE.py:name")
+    path = Path(where)
+    if path.resolve() not in modules:
+        modules[path.resolve()] = load_file(path, f"{wanted} as FILE.py:name")
+    module = modules[path.resolve()]
+    if not hasattr(module, name):
+        own = [each for each in vars(module) if not each.startswith("_")]
+        raise ConfigError(
+            f"{where} has no {name!r}{did_you_mean(name, own)}; use a name that it defines"
+        )
+    return getattr(module, name)
 
 
 def load_file(path: Path, wanted: str) -> ModuleType:

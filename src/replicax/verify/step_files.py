@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.errors import ConfigError, did_you_mean
-from replicax.text.python_file import load_file
+from replicax.errors import ConfigError
+from replicax.text.python_file import from_file
 from replicax.verify.form import StepFile
 from replicax.verify.step import verify_step
 from replicax.verify.verification import Verification
@@ -41,19 +41,7 @@ def _function(spec: str, modules: dict[Path, ModuleType]) -> StepFile:
 
     A step and its reference in one file thus share module state.
     """
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where.endswith(".py"):
-        raise ConfigError(f"{spec!r} names no function; write FILE.py:name")
-    path = Path(where)
-    if path.resolve() not in modules:
-        modules[path.resolve()] = load_file(path, "a step as FILE.py:name")
-    module = modules[path.resolve()]
-    if not hasattr(module, name):
-        own = [each for each in vars(module) if not each.startswith("_")]
-        raise ConfigError(
-            f"{where} has no {name!r}{did_you_mean(name, own)}; use a function that it defines"
-        )
-    function: StepFile = getattr(module, name)
+    function: StepFile = from_file(spec, "a step", modules)
     if not callable(function):
         raise ConfigError(
             f"{spec} is a {type(function).__name__}; a step must be a function: name the function"

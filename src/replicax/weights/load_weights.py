@@ -50,7 +50,8 @@ def load_weights(
     Args:
         model: a model of any kind that `dp.init` accepts, or its shapes (`jax.eval_shape`).
         file: a .safetensors file; a .pt, .pth or .bin file of torch, if it is installed; the
-            .index.json of one in several files; or a folder with such a file, or that Orbax wrote.
+            .index.json of one in several files; or a folder with such a file, or that Orbax wrote,
+            such as a run, of which statistics are read as well.
         rename: patterns (Python's `re`, of whole names; a group is `(...)`, and a dot stands for
             itself) of the file's names, and for each the dotted path of its leaf, in which `\1`
             is the text of the first group, or a place such as `rx.weights.transposed`; None for
@@ -97,7 +98,8 @@ def _placed(
             placing = table.placed(name, hollow)
         except NoLeafError as error:
             (leaf,) = error.args
-            unknown.append(name if leaf == name else f"{name} (to {leaf})")
+            if name not in tensors.optional:
+                unknown.append(name if leaf == name else f"{name} (to {leaf})")
             continue
         if placing is None:
             continue

@@ -75,6 +75,9 @@ def save_weights(
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
             whole = Path(folder, path.name)
             numpy_format.save_file(tensors, whole, metadata={"format": "pt"})
+            like_others = Path(folder, "new")
+            like_others.touch()
+            whole.chmod(like_others.stat().st_mode)  # safetensors lets only the owner read
             whole.replace(path)
     except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
         raise ConfigError(f"{path} cannot be written ({error}); choose another") from error

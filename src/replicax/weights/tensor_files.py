@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -49,6 +49,8 @@ class Tensors:
     kinds: dict[str, jax.ShapeDtypeStruct]
     """Shapes and dtypes by name, in the file's order."""
     read: Callable[[str], np.ndarray]
+    optional: Set[str] = frozenset()
+    """Names that a model may lack: a run's random streams and counters."""
 
 
 @contextlib.contextmanager
@@ -184,8 +186,9 @@ def _joined(files: list[Tensors]) -> Tensors:
 
 
 def _of_orbax(path: Path) -> Tensors:
-    from replicax.train.checkpoints.orbax_folder import read_orbax
+    from replicax.train.checkpoints.orbax_folder import read_parts
 
-    arrays = read_orbax(path)
+    weights, others = read_parts(path)
+    arrays = weights | others
     kinds = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
-    return Tensors(kinds, arrays.__getitem__)
+    return Tensors(kinds, arrays.__getitem__, others.keys())

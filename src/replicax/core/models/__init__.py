@@ -7,6 +7,7 @@ Read in this order:
     stateful.py     functions that return the state they write
     pytree.py       plain pytrees, and the state of a custom step
     equinox.py, linen.py, nnx.py   modules of these libraries
+    training_mode.py  training and inference mode of NNX and Equinox models
     metric_objects.py   metrics of these libraries that can be merged
     leaf_checks.py  range of all arrays of a model, and the dtype of those that train
     split.py        which of these a model is; what is none, such as an optimizer, is refused

@@ -51,7 +51,13 @@ class Definition(Protocol):
     """A model without its arrays: merges them back, and calls functions on the model."""
 
     def merge(self, params: PyTree, extras: PyTree) -> Any:
-        """Return the user's complete model."""
+        """Return the user's complete model, in training mode."""
+
+    def in_inference(self, model: Any) -> Any:
+        """Return a merged model in inference mode, if it has one; it may be changed.
+
+        The state of a custom step is the user's own, and stays as it is.
+        """
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, context: CallContext

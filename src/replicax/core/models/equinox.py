@@ -4,12 +4,13 @@ from typing import Any
 
 import jax
 from equinox import Module
-from equinox.nn import State, StateIndex, inference_mode
+from equinox.nn import State, StateIndex
 
 from replicax.core.ground.leaves import PyTree
-from replicax.core.models.definition import CallContext, SplitModel
+from replicax.core.models.definition import SplitModel
 from replicax.core.models.pytree import PytreeDefinition, split_pytree
 from replicax.core.models.stateful import Stateful
+from replicax.core.models.training_mode import for_inference
 from replicax.errors import ConfigError
 
 
@@ -31,8 +32,8 @@ def split_equinox(model: PyTree) -> SplitModel:
 class EquinoxDefinition(PytreeDefinition):
     """A pytree with Equinox modules."""
 
-    def seen(self, model: Any, context: CallContext) -> Any:
-        return inference_mode(model) if context.key is None else model
+    def in_inference(self, model: Any) -> Any:
+        return for_inference(model)
 
 
 def _holds(model: PyTree, kinds: tuple[type, ...]) -> bool:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from replicax.core.ground.leaves import PyTree, by_path
 from replicax.core.models.definition import CallContext, SplitModel, changed_alone, is_trainable
+from replicax.core.models.training_mode import for_inference
 from replicax.core.placement.mesh import Axis
 
 
@@ -42,6 +43,9 @@ class NNXDefinition:
             jax.tree.unflatten(self.extras, jax.tree.leaves(extras)),
         )
 
+    def in_inference(self, model: nnx.Module) -> Any:
+        return for_inference(model)
+
     def as_model(self, params: PyTree) -> Any:
         """Return `params` as `nnx.state(model, nnx.Param)` has them."""
         return jax.tree.unflatten(self.params, jax.tree.leaves(params))
@@ -55,7 +59,7 @@ class NNXDefinition:
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
         if context.key is None:
-            model.eval()
+            self.in_inference(model)
         else:
             _reseed(model, context.key)
         synchronised = _average_statistics_over(model, context.axis)

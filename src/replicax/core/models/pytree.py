@@ -1,6 +1,5 @@
 """Plain pytrees: floating-point arrays are trainable, all other leaves are constant."""
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -63,8 +62,11 @@ class PytreeDefinition:
             extras = take_state(returned, extras, context)
         return values_of(returned) if self.writes else returned, extras
 
-    def seen(self, model: Any, _context: CallContext) -> Any:
+    def seen(self, model: Any, context: CallContext) -> Any:
         """Return the model as passed to a loss."""
+        return self.in_inference(model) if context.key is None else model
+
+    def in_inference(self, model: Any) -> Any:
         return model
 
 
@@ -109,7 +111,9 @@ class CustomState(PytreeDefinition):
         return "params" if is_array(leaf) else "static"
 
     def seen(self, model: Any, context: CallContext) -> Any:
-        return in_inference_mode(model) if context.key is None else model
+        from replicax.core.models.training_mode import for_inference
+
+        return for_inference(model) if context.key is None else model
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:
         """Return the arrays of the state returned by a step, in their previous dtypes."""
@@ -130,21 +134,3 @@ class CustomState(PytreeDefinition):
             for leaf in jax.tree.leaves(params)
         ]
         return jax.tree.unflatten(jax.tree.structure(before), arrays)
-
-
-def in_inference_mode(state: PyTree) -> PyTree:
-    """Return `state` with its NNX and Equinox modules in inference mode; it may be changed."""
-    # No module can come from a library that was never imported.
-    if "flax.nnx" in sys.modules:
-        module = sys.modules["flax.nnx"].Module
-
-        def evaluates(node: Any) -> bool:
-            if isinstance(node, module):
-                node.eval()
-                return True
-            return False
-
-        jax.tree.leaves(state, is_leaf=evaluates)
-    if "equinox" in sys.modules:
-        state = sys.modules["equinox"].nn.inference_mode(state)
-    return state

@@ -36,19 +36,19 @@ ITEM = "default"
 """The arrays' folder within a checkpoint's folder, and Orbax's name for an only item."""
 
 
-def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
+def array_entries(state: PyTree) -> dict[str, ArrayEntry]:
     """Return leaf name -> dtype and shape of each array in `state`, which may be abstract.
 
     Of an `rx.PerRow`, its real rows: the same on any number of devices.
     """
-    plain = {name: _shape(leaf) for name, leaf in _named(real_rows(state)).items()}
+    plain = {name: _shape(leaf) for name, leaf in named_leaves(real_rows(state)).items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
 def check_storable(state: TrainState) -> None:
     """Raise `ConfigError` if TensorStore, which writes checkpoints, lacks an array's dtype."""
     known = require("tensorstore", "checkpoints").dtype
-    for name, leaf in _named(real_rows(state)).items():
+    for name, leaf in named_leaves(real_rows(state)).items():
         try:
             known(_shape(leaf).dtype.name)
         except ValueError:
@@ -67,7 +67,7 @@ def begin_writing(state: TrainState, folder: Path, *, packed: bool = True) -> Ca
     """
     real = real_rows(state)
     plain = _plainly_named(real)
-    named = _named(real)
+    named = named_leaves(real)
     leaves = {name: numbers(leaf) for name, leaf in _with_elements(named).items()}
     # Here Orbax would take seconds for a thousand small arrays.
     tiny = {name: leaves.pop(name) for name in small(leaves)}
@@ -91,7 +91,16 @@ def read(like: TrainState, folder: Path) -> TrainState:
     Each process reads its own shards, and all small arrays.
     """
     like, padded = real_rows(like), like
-    leaves, item = _named(like), folder / ITEM
+    arrays = read_named(named_leaves(like), folder)
+    state: TrainState = padded_again(
+        jax.tree.unflatten(jax.tree.structure(like), arrays.values()), padded
+    )
+    return state
+
+
+def read_named(leaves: Mapping[str, Any], folder: Path) -> dict[str, jax.Array]:
+    """Return arrays of the checkpoint in `folder` by name, sharded like `leaves`."""
+    item = folder / ITEM
     wanted = {
         name: jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=leaf.sharding)
         for name, leaf in _with_elements(leaves).items()
@@ -100,18 +109,16 @@ def read(like: TrainState, folder: Path) -> TrainState:
     tiny = {name: leaf for name, leaf in wanted.items() if is_small(leaf)}
     values = read_whole(item, tiny) if is_packed(item) else {}
     arrays = read_arrays(item, {name: wanted[name] for name in wanted.keys() - values.keys()})
-    if next(iter(jax.tree.leaves(like)[0].sharding.device_set)).platform == "cpu":
+    if next(iter(next(iter(leaves.values())).sharding.device_set)).platform == "cpu":
         # Several devices may share one host buffer, and a step with donated inputs writes to it.
         arrays = jax.block_until_ready(jax.jit(lambda read: jax.tree.map(jnp.copy, read))(arrays))
     arrays |= place_small(values, {name: tiny[name] for name in values})
-    restored = [
-        as_key(arrays[name], leaf)
+    return {
+        name: as_key(arrays[name], leaf)
         if name in arrays
         else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for name, leaf in leaves.items()
-    ]
-    state: TrainState = padded_again(jax.tree.unflatten(jax.tree.structure(like), restored), padded)
-    return state
+    }
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -132,7 +139,7 @@ def as_key(leaf: jax.Array, like: Any) -> jax.Array:
     return keys
 
 
-def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
+def _with_elements(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the non-empty leaves, as Orbax rejects empty arrays."""
     return {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
 
@@ -142,7 +149,7 @@ def _shape(leaf: Any) -> Any:
     return jax.eval_shape(numbers, leaf) if is_random_key(leaf) else leaf
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
+def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Return leaf name -> leaf: names such as `params.dense.kernel`, which are Orbax's as well."""
     plain = _plainly_named(tree)
     if plain is not None:
@@ -175,7 +182,7 @@ def params_not_finite(state: TrainState) -> set[str]:
     check_unused(state)
     floats = {
         name: leaf
-        for name, leaf in _named(state.params).items()
+        for name, leaf in named_leaves(state.params).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     # A program of hundreds of small arrays would take seconds to compile.

@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from replicax.core.ground.leaves import PyTree
+from replicax.core.models.definition import is_trainable
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.checkpoints.with_orbax import quiet_orbax
 
@@ -18,7 +20,8 @@ def read_orbax(folder: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a checkpoint of Orbax by their paths, such as `dense.kernel`.
 
     Of a train state, a tree with `params` and `opt_state`, the parameters alone, by their paths in
-    `params`. Any checkpointer of Orbax may have written it, on any devices.
+    `params`, and of a run also those in `extras`, such as BatchNorm's statistics. Any checkpointer
+    of Orbax may have written it, on any devices.
 
     Args:
         folder: of a run, of a `CheckpointManager`, whose newest step is read, of a step, or of an
@@ -33,6 +36,12 @@ def read_orbax(folder: Path) -> dict[str, np.ndarray]:
         >>> read_orbax(Path("runs/x"))["w"].shape
         (3,)
     """
+    weights, others = read_parts(folder)
+    return weights | others
+
+
+def read_parts(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return what `read_orbax` does: weights, and a run's other arrays, such as counters."""
     orbax = require("orbax.checkpoint", "checkpoints")
     item = _item(folder.absolute())
     try:
@@ -43,8 +52,15 @@ def read_orbax(folder: Path) -> dict[str, np.ndarray]:
     except Exception as error:  # Orbax raises many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{item} cannot be read: {lines[0]}") from error
-    if isinstance(tree, dict) and tree.keys() >= _OF_A_STATE:
-        tree = tree["params"]
+    if not (isinstance(tree, dict) and tree.keys() >= _OF_A_STATE):
+        return _by_path(tree), {}
+    extras = _by_path(tree.get("extras"))
+    statistics = {name: array for name, array in extras.items() if is_trainable(array)}
+    others = {name: array for name, array in extras.items() if name not in statistics}
+    return _by_path(tree["params"]) | statistics, others
+
+
+def _by_path(tree: PyTree) -> dict[str, np.ndarray]:
     return {
         ".".join(jax.tree_util.keystr((key,), simple=True) for key in path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -70,7 +70,7 @@ def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
 
 def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry]) -> None:
     """Raise `CheckpointError` if a checkpoint's arrays do not match the run's."""
-    differences = list(_differences(arrays, wanted))
+    differences = list(array_differences(arrays, wanted, "this run"))
     if not differences:
         return
     more = len(differences) - _MOST_NAMED
@@ -81,16 +81,17 @@ def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEnt
     raise CheckpointError(f"{named}: {fix}, or start a new run")
 
 
-def _differences(
-    arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry]
+def array_differences(
+    arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry], here: str
 ) -> Iterator[str]:
+    """Yield how a checkpoint's arrays differ from those `wanted` here."""
     for name in sorted(arrays.keys() | wanted.keys()):
         if name not in wanted:
-            yield f"{name} is in the checkpoint but not in this run"
+            yield f"{name} is in the checkpoint but not in {here}"
         elif name not in arrays:
-            yield f"{name} is in this run but not in the checkpoint"
+            yield f"{name} is in {here} but not in the checkpoint"
         elif arrays[name] != wanted[name]:
-            yield f"{name} is {arrays[name]} in the checkpoint but {wanted[name]} in this run"
+            yield f"{name} is {arrays[name]} in the checkpoint but {wanted[name]} in {here}"
 
 
 class Store:

@@ -95,10 +95,12 @@ def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
 
 
 def _found(run: Path, step: int | str | None) -> Checkpoint:
+    alone = run if exists(run / MANIFEST) else None  # the folder of one checkpoint
+    run = run.parent.parent if alone else run
     if not is_remote(run) and not run.is_dir():
         raise ConfigError(f"{run} is not a folder; pass the folder of a run, as in runs/NAME")
-    store = Store(run / CHECKPOINTS, keep=1, keep_every=None)
-    there = dict(store.paths())  # the last of each step
+    store = Store(run / CHECKPOINTS if alone is None else alone.parent, keep=1, keep_every=None)
+    there = {n: path for n, path in store.paths() if alone in (None, path)}  # the last of each step
     if not there and not exists(run / CONFIG):
         raise ConfigError(
             f"{run} is not a run: it has no {CONFIG}; pass a folder that rx.fit(run_dir=...) or "
@@ -118,7 +120,7 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
         )
     path = there.pop(wanted)
     others, identity = tuple(there), _identity(path)
-    with _trusted(path, identity, others):
+    with trusted(path, identity, others):
         manifest = store.read_placed(wanted, path)
     config: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # the manifest has the configuration, too
@@ -152,8 +154,11 @@ def load_checkpoint(
     try:
         check_arrays(saved, wanted)
     except CheckpointError as error:
-        raise ConfigError(f"{path} does not fit this state: {error}") from error
-    with _trusted(path, checkpoint.identity, checkpoint.others):
+        raise ConfigError(
+            f"{path} does not fit this state: {error}; for the model alone, whatever the "
+            "optimizer: rx.load_model(run_dir, model)"
+        ) from error
+    with trusted(path, checkpoint.identity, checkpoint.others):
         checkpoint.store.verify(path, manifest)
         with dp.configuration.in_own_mesh():
             restored = read(like, checkpoint.store.local(path))
@@ -210,7 +215,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _trusted(
+def trusted(
     path: Path, identity: tuple[int, int] | None, others: tuple[int, ...]
 ) -> Iterator[None]:
     """Raise with advice if the checkpoint at `path` is damaged, or was deleted meanwhile."""
