@@ -76,6 +76,20 @@ def test_no_link_is_dead() -> None:
             assert not anchor or anchor in anchors(target), (page, link)
 
 
+def test_rows_of_a_table_have_the_columns_of_its_header() -> None:
+    """A cell too many is dropped by the site, and moves the others; `|` in a cell is escaped."""
+    tables = 0
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for table in re.findall(r"(?:^ *\|.*\n)+", text, re.M):
+            tables += 1
+            rows = table.splitlines()
+            columns = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+            assert set(columns) == {columns[0]}, (page.name, rows[columns.index(max(columns))])
+            assert set(rows[1].strip()) <= set("|-: "), (page.name, rows[1])
+    assert tables > 100
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
