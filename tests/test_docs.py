@@ -44,6 +44,8 @@ def test_the_reference_has_every_public_name() -> None:
     rooms = {module.name for module in pkgutil.iter_modules(replicax.__path__)}
     roots = {name.partition(".")[0] for name in shown}
     assert roots - (rooms - set(replicax.__all__)) == set(replicax.__all__)
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api/index.md").read_text(), re.M)
+    assert set(re.findall(r"`(\w+)`", "".join(table))) == set(replicax.__all__)
 
 
 def test_pictures_have_no_background() -> None:
