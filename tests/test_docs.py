@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [
     ROOT / f"docs/{name}.md"
-    for name in ("concepts", "from-pmap", "from-pytorch", "metrics", "walk")
+    for name in ("concepts", "from-pmap", "from-pytorch", "metrics", "walk", "exact-mean")
 ]
 
 
@@ -69,6 +69,8 @@ def anchors(page: Path) -> set[str]:
 def test_no_link_is_dead() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for number, url in re.findall(r"\[#(\d+)\]\((\S+)\)", text):
+            assert url.endswith(f"/{number}"), (page, url)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             path, _, anchor = link.partition("#")
             if ":" in path:
