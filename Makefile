@@ -141,7 +141,7 @@ docs: $(DOCS)
 	@echo 'open build/site/index.html'
 
 tutorials: $(DOCS)
-	$(BIN)/python docs/run_page.py docs/concepts.md docs/exact-mean.md docs/from-*.md docs/tutorials/*.md --write
+	$(BIN)/python docs/run_page.py docs/concepts.md docs/exact-mean.md docs/markers.md docs/from-*.md docs/tutorials/*.md --write
 	$(BIN)/python docs/make_notebooks.py docs/tutorials/*.md
 
 # Each worker takes up to 3 GB; one more than cores, as some tests wait for events.

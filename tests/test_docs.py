@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [
     ROOT / f"docs/{name}.md"
-    for name in ("concepts", "from-pmap", "from-pytorch", "metrics", "walk", "exact-mean", "quickstart")
+    for name in (
+        "concepts",
+        "from-pmap",
+        "from-pytorch",
+        "metrics",
+        "walk",
+        "exact-mean",
+        "markers",
+        "quickstart",
+    )
 ]
 
 
