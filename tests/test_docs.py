@@ -54,7 +54,7 @@ def test_the_reference_has_every_public_name() -> None:
     roots = {name.partition(".")[0] for name in shown}
     assert roots - (rooms - set(replicax.__all__)) == set(replicax.__all__)
     table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api/index.md").read_text(), re.M)
-    assert set(re.findall(r"`(\w+)`", "".join(table))) == set(replicax.__all__)
+    assert set(replicax.__all__) <= set(re.findall(r"`(\w+)`", "".join(table)))
 
 
 def test_pictures_have_no_background() -> None:
