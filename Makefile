@@ -30,7 +30,7 @@ ARGS ?=
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make test       every promise once, in minutes (PYTHON=python3.13, WORKERS=8)'
-	@echo 'make test-fast  the quick ones, in seconds'
+	@echo 'make test-fast  the quick ones, in half a minute'
 	@echo 'make test-changed  those that reach what the working tree changed, in seconds'
 	@echo 'make test-all   more combinations, real launchers and compilers; installs them'
 	@echo 'make oldest     tests of what depends on JAX internals, on the oldest Python here'
@@ -141,7 +141,7 @@ docs: $(DOCS)
 	@echo 'open build/site/index.html'
 
 tutorials: $(DOCS)
-	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
+	$(BIN)/python docs/run_page.py docs/concepts.md docs/exact-mean.md docs/markers.md docs/from-*.md docs/tutorials/*.md --write
 	$(BIN)/python docs/make_notebooks.py docs/tutorials/*.md
 
 # Each worker takes up to 3 GB; one more than cores, as some tests wait for events.

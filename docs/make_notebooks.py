@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from run_page import COMMAND, FILE, PICTURE, Block, alike, among, blocks
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "docs/notebooks"
 INSTALL = """\
-# On Colab and Kaggle, this installs Replicax, and jax for the accelerators that are there.
+# Where Replicax is missing, this installs it, and jax for the accelerators that are there.
 import glob
 import importlib.util
 import os
@@ -38,15 +37,17 @@ gpu = shutil.which("nvidia-smi") is not None
 tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 if not (gpu or tpu):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # a CPU as eight devices
+programs = os.path.dirname(sys.executable)  # `replicax` of this Python, also off the PATH
+os.environ["PATH"] = os.pathsep.join([programs, os.environ["PATH"]])
 
 if importlib.util.find_spec("replicax") is None:
     if not SOURCE:
         raise SystemExit("Replicax is not installed here: set SOURCE to where pip can get it")
-    jax = (["jax[cuda12]"] if gpu else []) + (["jax[tpu]"] if tpu else [])
+    jax = (["jax[cuda13]"] if gpu else []) + (["jax[tpu]"] if tpu else [])
     install = [sys.executable, "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, f"replicax[all] @ {{SOURCE}}", *jax], check=True)
 """
-TO_NOTEBOOK = re.compile(r"^\[This page as a notebook\].*\n\n", re.MULTILINE)
+TO_NOTEBOOK = re.compile(r"^\[This page as a notebook\].*?\n\n", re.MULTILINE | re.DOTALL)
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 BOX = re.compile(r"[─-╿]| +$", re.MULTILINE)
 """Boxes, which a notebook draws in another way, and spaces at the end of a line."""
@@ -196,7 +197,6 @@ def main() -> None:
     parser.add_argument("--run", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("COLUMNS", "80")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     os.environ.pop("MPLBACKEND", None)
     problems: list[str] = []
     for page in options.pages:

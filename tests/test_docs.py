@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [
     ROOT / f"docs/{name}.md"
-    for name in ("concepts", "from-pmap", "from-pytorch", "metrics", "walk")
+    for name in (
+        "concepts",
+        "from-pmap",
+        "from-pytorch",
+        "metrics",
+        "walk",
+        "exact-mean",
+        "markers",
+        "quickstart",
+    )
 ]
 
 
@@ -44,6 +53,8 @@ def test_the_reference_has_every_public_name() -> None:
     rooms = {module.name for module in pkgutil.iter_modules(replicax.__path__)}
     roots = {name.partition(".")[0] for name in shown}
     assert roots - (rooms - set(replicax.__all__)) == set(replicax.__all__)
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api/index.md").read_text(), re.M)
+    assert set(replicax.__all__) <= set(re.findall(r"`(\w+)`", "".join(table)))
 
 
 def test_pictures_have_no_background() -> None:
@@ -67,6 +78,8 @@ def anchors(page: Path) -> set[str]:
 def test_no_link_is_dead() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for number, url in re.findall(r"\[#(\d+)\]\((\S+)\)", text):
+            assert url.endswith(f"/{number}"), (page, url)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             path, _, anchor = link.partition("#")
             if ":" in path:
@@ -74,6 +87,20 @@ def test_no_link_is_dead() -> None:
             target = page.parent / path if path else page
             assert target.exists(), (page, link)
             assert not anchor or anchor in anchors(target), (page, link)
+
+
+def test_rows_of_a_table_have_the_columns_of_its_header() -> None:
+    """A cell too many is dropped by the site, and moves the others; `|` in a cell is escaped."""
+    tables = 0
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for table in re.findall(r"(?:^ *\|.*\n)+", text, re.M):
+            tables += 1
+            rows = table.splitlines()
+            columns = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+            assert set(columns) == {columns[0]}, (page.name, rows[columns.index(max(columns))])
+            assert set(rows[1].strip()) <= set("|-: "), (page.name, rows[1])
+    assert tables > 100
 
 
 @pytest.mark.exhaustive

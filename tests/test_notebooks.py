@@ -82,7 +82,7 @@ def test_a_command_and_a_picture_of_a_page_are_cells(script: Any, tmp_path: Path
     [
         ([], "", None, "8"),
         ([], "git+https://a/b", ["replicax[all] @ git+https://a/b"], "8"),
-        (["nvidia-smi"], "https://a/b.whl", ["replicax[all] @ https://a/b.whl", "jax[cuda12]"], ""),
+        (["nvidia-smi"], "https://a/b.whl", ["replicax[all] @ https://a/b.whl", "jax[cuda13]"], ""),
     ],
 )
 def test_the_first_cell_installs_what_the_machine_needs(

@@ -1,4 +1,4 @@
-"""The programs of the README, then those of `PAGES`, run in order."""
+"""The programs of the README, and of each of `PAGES`, run in order, and need no other page."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("index", "training", "audit", "noise-scale", "step", "run", "hooks", "gpus")
 TEXTS = [README, *((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES)]
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", "".join(TEXTS), re.MULTILINE | re.DOTALL)
+PROGRAMS = [re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for text in TEXTS]
 
 
 def test_the_readme_is_short() -> None:
@@ -28,16 +28,17 @@ def test_every_link_leads_somewhere() -> None:
 
 
 def test_the_first_program_has_at_most_15_lines() -> None:
-    assert len(PROGRAMS[0].strip().splitlines()) <= 15
+    assert len(PROGRAMS[0][0].strip().splitlines()) <= 15
 
 
 @pytest.mark.promise("readme.programs-run")
 @EXHAUSTIVE
 def test_every_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for number, program in enumerate(PROGRAMS):
-        exec(compile(program, f"README program {number}", "exec"), names)
-        if number == 0:
+    for page, programs in zip(("README", *PAGES), PROGRAMS, strict=True):
+        names: dict[str, Any] = {}
+        for number, program in enumerate(programs):
+            exec(compile(program, f"{page} program {number}", "exec"), names)
+        if page == "index":
             np.testing.assert_allclose(names["dp"].model(names["state"])["w"], [1, 2, 3], atol=1e-3)
     until((tmp_path / "runs/first/curves.png").exists)

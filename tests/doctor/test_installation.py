@@ -8,13 +8,13 @@ import pytest
 from replicax.doctor.installation import judge_limits, judge_versions, requirements
 from replicax.text.checks import FAIL, NOTE, PASS
 
-RANGES = {"jax": "<0.13,>=0.10.2", "numpy": ">=2.0", "flax": "<0.13,>=0.12"}
+RANGES = {"jax": "<0.13,>=0.10.2", "numpy": ">=2.0", "flax": "<0.13,>=0.12.2"}
 FITTING = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
 
 
 def test_the_ranges_are_those_of_the_package() -> None:
     assert requirements()["jax"] == "<0.13,>=0.10.2"
-    assert requirements()["flax"] == "<0.13,>=0.12"
+    assert requirements()["flax"] == "<0.13,>=0.12.2"
     assert "pytest" not in requirements()
 
 
@@ -24,7 +24,7 @@ def test_the_ranges_are_those_of_the_package() -> None:
         ({"jax": "0.10.1", "jaxlib": "0.10.1"}, FAIL, ["0.10.1 is older than 0.10.2"]),
         ({"jax": "0.9.9", "jaxlib": "0.9.9"}, FAIL, ["jax 0.9.9"]),
         ({"jax": "0.13.0", "jaxlib": "0.13.0"}, NOTE, ["0.13.0 is newer", "<0.13"]),
-        ({"flax": "0.11.2"}, FAIL, ["flax 0.11.2"]),
+        ({"flax": "0.12.1"}, FAIL, ["flax 0.12.1"]),
         ({"jaxlib": "0.10.1"}, NOTE, ["jax 0.10.2 with jaxlib 0.10.1"]),
         ({"jax-cuda13-plugin": "0.10.1"}, FAIL, ["jax-cuda13-plugin 0.10.1"]),
         ({"jax-cuda12-pjrt": "0.11.0"}, FAIL, ["jax-cuda12-pjrt 0.11.0"]),
