@@ -84,7 +84,7 @@ class DataParallel:
         donate: whether `step` donates the input state's memory, which makes that state unusable.
         compiler_options: XLA options, by name, for the step, after those that avoid known wrong
             numbers. By default none, but on several GPUs reductions overlap with computation.
-        job: the processes that train together, from `rx.initialize()`; default: only this one.
+        job: the processes that train together; by default those that `rx.initialize()` joined.
         rounds: `rx.Rounds` of several steps between exchanges; by default sums in each step.
 
     Raises:
