@@ -1,6 +1,7 @@
 """`replicax runs`: a table of runs, whole ones and broken ones."""
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -86,6 +87,13 @@ def test_how_far_a_run_has_come(main: Main, folder: Path) -> None:
         "done",
     )
     assert found["held"][""] == "running"
+    told = json.loads(done(main, "runs", "--json"))
+    by_name = {run["name"]: run for run in told["runs"]}
+    assert [by_name["stopped"][name] for name in ("step", "epoch", "steps")] == [6, 2, None]
+    assert (by_name["by-steps"]["steps"], by_name["unsaved"]["saved_at"]) == (5, None)
+    assert (by_name["own"]["recipe"], told["damaged"]) == (None, [])
+    assert "'--foo'" in refusal(main, "runs", "--foo")
+    assert re.search("a and b", refusal(main, "runs", "a", "b"))
 
 
 def test_an_evaluation_of_an_earlier_step_says_of_which(
