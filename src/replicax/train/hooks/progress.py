@@ -105,6 +105,8 @@ class PlainProgress(Progress):
         if self._started is None:
             self._started, self._first = time.monotonic(), step
         self._step = step
+        if self._total and step > self._total:  # a loader that told of too few
+            self._total = None
 
     def show(self, record: Record) -> None:
         if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:

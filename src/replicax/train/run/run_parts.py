@@ -19,7 +19,7 @@ from replicax.train.hooks.hook import Hook, Hooks, Running
 from replicax.train.hooks.progress import Progress, open_progress
 from replicax.train.run.evaluator import ONLY_ONCE, Evaluator
 from replicax.train.run.members import Members
-from replicax.train.run.run_state import RunState
+from replicax.train.run.run_state import RunState, expected_steps
 from replicax.train.run.settings import Settings
 from replicax.train.run.step_records import BadSteps, Meter, log_interval
 from replicax.train.run.stopping import Interrupt
@@ -99,12 +99,13 @@ def assemble(
     total = steps
     if epochs is not None and feed.padding is not None:
         total = epochs * len(feed)
+    expected = expected_steps(opened, epochs, total)
 
     def alarm(line: str) -> None:
         print_alarm(line, f"process {job.process}: " if job.processes > 1 else "")
 
     file = RecordsFile()
-    display = open_progress(settings.progress and members.speaks, total)
+    display = open_progress(settings.progress and members.speaks, expected)
     ours = [display, *([] if settings.run_dir is None else [Curves()])]
     called = Hooks([file, *hooks, *ours], run, alarm, [file, *ours])
     steps_on, evaluator = guarded(dp, state, called.wraps), None
@@ -116,7 +117,7 @@ def assemble(
         opened,
         job,
         called,
-        Meter(settings.log_every or log_interval(total)),
+        Meter(settings.log_every or log_interval(expected)),
         BadSteps(guard.max_bad_steps, job, judged(dp, state)),
         evaluator,
         RereadCheck(job, display.line, alarm, accept=settings.accept_changes),
