@@ -317,7 +317,7 @@ class DataParallel:
         self,
         state: TrainState,
         source: Any,
-        function: LossFunction,
+        function: LossFunction | Callable[[Any, Any], Any],
         *,
         batch_size: Int32Count | None = None,
         ema: bool = False,
@@ -327,8 +327,8 @@ class DataParallel:
         Args:
             state: the train state; not modified.
             source: as for `evaluate`, but only one; rows are returned in this order.
-            function: `function(model, batch, key)` -> a pytree of arrays `[rows, ...]`; the model
-                is in evaluation mode, and `key` is None.
+            function: `function(model, batch)` -> a pytree of arrays `[rows, ...]`; the model is in
+                evaluation mode. With a third parameter, `key`, it gets None, as a loss does.
             batch_size: as for `evaluate`.
             ema: as for `evaluate`.
 
