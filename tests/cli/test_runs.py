@@ -57,6 +57,9 @@ def test_each_run_is_told_with_its_whole_name(
     assert told["used"] == f"{spent.clock_fraction:.0%}"
     assert spent.clock_fraction == pytest.approx(ended.result.goodput.clock_fraction, abs=0.01)
     assert told["epoch"] == "2/2"
+    status = json.loads((ended.folder / "status.json").read_text())
+    assert (status["step"], status["steps"]) == (ended.result.step, ended.result.step)
+    assert status["eval"]["metrics"] == pytest.approx(last.metrics)
     assert told["eval"].startswith(f"loss {last.metrics['loss']:.4g}")
     total = sum(path.lstat().st_size for path in ended.folder.rglob("*") if path.is_file())
     assert float(told["size"].split()[0]) == pytest.approx(total / 1e3, rel=1e-2)

@@ -1,6 +1,8 @@
 """The parts of a run before it is entered: all that is made of its arguments, and not open."""
 
 import dataclasses
+import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,14 +28,23 @@ from replicax.train.run.stopping import Interrupt
 
 
 class RecordsFile(Hook):
-    """Write each record to `records.jsonl`, immediately visible to readers."""
+    """Write each record to `records.jsonl`, immediately visible to readers.
+
+    `status.json` has the newest one of each kind.
+    """
 
     folder: RunFolder | None = None
     """The run's folder, if any; in process 0."""
 
+    def __init__(self) -> None:
+        self._newest: dict[str, Any] = {}
+
     def record(self, run: Running, record: Record) -> None:
         if self.folder is not None:
             self.folder.append(record)
+            self._newest[record.kind] = json.loads(record.to_json())
+            at = {"time": time.time(), "step": record.step, "steps": run.total}
+            self.folder.tell({**at, "epoch": record.epoch, **self._newest})
 
     def rewound(self, run: Running) -> None:
         if self.folder is not None:
