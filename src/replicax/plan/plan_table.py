@@ -293,10 +293,9 @@ def _scaling(plan: Plan) -> list[Entry]:
     names = (f"{_counted(rows, 'row')} each", f"{_counted(rows * plan.replicas, 'row')} in all")
     named = MARGIN + max(len(_EFFICIENCY), *map(len, names)) + len("  devices")
     most = max((width() - named) // _COLUMN, 2)
-    counts = shown_counts(scaling, plan.target.devices, most)
-    fewer = plan.fewer_devices
-    if fewer is not None:  # more devices are out of the question
-        counts = [count for count in counts if count <= plan.target.devices]
+    fewer, devices = plan.fewer_devices, plan.target.devices
+    counts = shown_counts(scaling, devices, most)
+    counts = [count for count in counts if fewer is None or count <= devices]
     lines: list[Line] = [(_EFFICIENCY, *map(number_text, counts), "devices")]
     pays = []
     curves = ((scaling.weak, scaling.weak_pays), (scaling.strong, scaling.strong_pays))
