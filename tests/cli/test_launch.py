@@ -6,6 +6,8 @@ from pathlib import Path
 from support.command_line import Main, done, one_line, refusal
 from support.figures import assert_mentions
 
+KUBERNETES = ("launch", "--on", "kubernetes", "--processes", 4)
+CPUS = ("--gpus-per-process", 0)
 PYTHON = [sys.executable, "-S", "-c"]
 
 
@@ -14,8 +16,8 @@ def test_a_job_as_it_is_shown(main: Main, folder: Path) -> None:
     out = done(main, "launch", *flags, "--", *PYTHON, "print('--help')")
     started, logs, *lines = out.splitlines()
     assert started.startswith("launch 2 processes · 1 device each · job ")
-    (made,) = (folder / "runs").iterdir()
-    assert logs == f"logs   runs/{made.name}/"
+    (made,) = (folder / "logs").iterdir()
+    assert logs == f"logs   logs/{made.name}/"
     assert max(map(len, (started, logs))) <= 80
     assert sorted(lines) == ["[0] --help", "[1] --help"]
     assert sorted(path.name for path in made.iterdir()) == ["process-0.log", "process-1.log"]
@@ -30,8 +32,11 @@ def test_logs_of_islands_are_not_overwritten(main: Main, folder: Path) -> None:
 
 def test_restarts_of_an_island_have_a_number_of_their_own(main: Main) -> None:
     for flags, number in (([], 20), (["--restarts", 3], 3)):
-        code, out, _ = main("launch", "--on", "slurm", "--islands", 2, *flags, "--", "true")
+        code, out, err = main("launch", "--on", "slurm", "--islands", 2, *flags, "--", "true")
         assert (code, f" restarts={number}\n" in out) == (0, True)
+        assert "--gpus-per-process" in one_line(err)
+    _, _, err = main("launch", "--on", "slurm", "--islands", 2, *CPUS, "--", "true")
+    assert err == ""
 
 
 def test_a_restart_is_told_in_one_line(main: Main) -> None:
@@ -56,9 +61,7 @@ def test_an_engine_has_flags_of_its_own(main: Main) -> None:
 
 
 def test_a_manifest_for_kubernetes_is_printed(main: Main) -> None:
-    out = done(
-        main, "launch", "--on", "kubernetes", "--processes", 4, "--image", "mine:1", "--", "true"
-    )
+    out = done(main, *KUBERNETES, *CPUS, "--image", "mine:1", "--", "true")
     assert "kind: JobSet" in out
-    code, _, err = main("launch", "--on", "kubernetes", "--processes", 4, "--", "true")
+    code, _, err = main(*KUBERNETES, "--", "true")
     assert (code, "--image" in one_line(err)) == (2, True)

@@ -1,6 +1,7 @@
 """`replicax runs`: a table of runs, whole ones and broken ones."""
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -56,6 +57,9 @@ def test_each_run_is_told_with_its_whole_name(
     assert told["used"] == f"{spent.clock_fraction:.0%}"
     assert spent.clock_fraction == pytest.approx(ended.result.goodput.clock_fraction, abs=0.01)
     assert told["epoch"] == "2/2"
+    status = json.loads((ended.folder / "status.json").read_text())
+    assert (status["step"], status["steps"]) == (ended.result.step, ended.result.step)
+    assert status["eval"]["metrics"] == pytest.approx(last.metrics)
     assert told["eval"].startswith(f"loss {last.metrics['loss']:.4g}")
     total = sum(path.lstat().st_size for path in ended.folder.rglob("*") if path.is_file())
     assert float(told["size"].split()[0]) == pytest.approx(total / 1e3, rel=1e-2)
@@ -86,6 +90,13 @@ def test_how_far_a_run_has_come(main: Main, folder: Path) -> None:
         "done",
     )
     assert found["held"][""] == "running"
+    told = json.loads(done(main, "runs", "--json"))
+    by_name = {run["name"]: run for run in told["runs"]}
+    assert [by_name["stopped"][name] for name in ("step", "epoch", "steps")] == [6, 2, None]
+    assert (by_name["by-steps"]["steps"], by_name["unsaved"]["saved_at"]) == (5, None)
+    assert (by_name["own"]["recipe"], told["damaged"]) == (None, [])
+    assert "'--foo'" in refusal(main, "runs", "--foo")
+    assert re.search("a and b", refusal(main, "runs", "a", "b"))
 
 
 def test_an_evaluation_of_an_earlier_step_says_of_which(

@@ -1,6 +1,7 @@
 """Standard output that is full, closed, ASCII or gone: the run goes on, and warnings appear."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_training_goes_on_without_its_output(
             code, _, err = main(*REGRESSION, "--run", "a")
     assert (code, err.count("ALARM")) == (0, 1)
     assert len((folder / "runs/a/records.jsonl").read_text().splitlines()) > 0
+
+
+def test_lines_and_records_as_json(main: Main, folder: Path) -> None:
+    flags = (*REGRESSION, "--log-format", "json")
+    told = [json.loads(line) for line in main(*flags)[1].splitlines()]
+    lines = [each["line"] for each in told if "line" in each]
+    assert len([line for line in lines if line.startswith("done: ")]) == 1
+    records = [each["record"] for each in told if "record" in each]
+    (run,) = (folder / "runs").iterdir()
+    assert records == list(map(json.loads, (run / "records.jsonl").read_text().splitlines()))
+    code, _, err = main(*flags, "--run", run.name, "--seed", 9)
+    first, _ = err.splitlines()
+    assert (code, json.loads(first)["error"]) == (2, "ConfigError")
 
 
 @pytest.mark.exhaustive

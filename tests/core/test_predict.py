@@ -71,7 +71,9 @@ def near(found: Any, wanted: Any) -> None:
 
 @places
 def test_all_rows_in_order(mode: str, devices: int, layout: str) -> None:
-    near(predicted(several, parallel(mode, devices, layout)), several(MODEL, DATA, None))
+    wanted, dp = several(MODEL, DATA, None), parallel(mode, devices, layout)
+    near(predicted(several, dp), wanted)
+    near(predicted(lambda model, batch: several(model, batch, None)["found"], dp), wanted["found"])
 
 
 def test_results_leave_the_devices_while_later_batches_come(

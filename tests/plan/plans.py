@@ -191,6 +191,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "no MFU": {"speeds": (replace(NO_TOKENS, model_share=None),)},
     "waits": {"speeds": (WAITING,)},
+    "too small": {"asked": need(8, 0.011), "speeds": (WAITING,)},
     "waits, no kernels": {"speeds": (replace(WAITING, kernels=()),)},
     "frees and sends": {
         "alternatives": (

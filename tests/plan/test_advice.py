@@ -101,6 +101,20 @@ def test_a_larger_batch_where_it_is_faster(other: Speed, steps: int, larger: boo
 WAITING = (speed(8, 100.0, waiting=0.4),)
 
 
+@pytest.mark.parametrize(
+    ("gigabytes", "waiting", "fewer"), [(0.1, 0.9, True), (0.1, 0.4, False), (11.0, 0.9, False)]
+)
+def test_a_step_that_is_too_small_for_the_target(
+    gigabytes: float, waiting: float, fewer: bool
+) -> None:
+    """If 64 devices are enough, and have the memory for all of it."""
+    stages = Alternative("stage=2", need(8, gigabytes), 0, step_seconds=0.1)
+    speeds = (speed(8, 100.0, waiting), speed(32, 110.0))
+    said = first(need(8, gigabytes), speeds=speeds, alternatives=(stages,))
+    assert bool(re.match(r"use 64 devices, or .* 256\b.* 90%", said)) == fewer
+    assert said.startswith("stage=2: ") != fewer
+
+
 def test_shard_map_where_mode_jit_sends_twice_and_waits() -> None:
     said = first(FITS, traffic=TRAFFIC, speeds=WAITING)
     assert said.startswith("mode=shard_map: ")

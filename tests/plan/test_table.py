@@ -40,7 +40,7 @@ SAID: dict[str, dict[str, str]] = {
         "sends": "… all-reduce 12 500 MB 996 MB 12.3 ms all-gather 150 2 kB 1.9 kB none…"
         "minimum 498 MB sends 2.00 x…",
         "note": "each device…sends 996 MB, 2.00 times…498 MB…",
-        "scales": "efficiency 1 64 256 4,096 131,072 devices 8 rows each 100% 100% 100% 100% 100%"
+        "scales": "efficiency… 1 64 256 4,096 131,072 devices 8 rows each 100% 100% 100% 100% 100%"
         " 2,048 rows… 100% 100% 100% - -",
         "pays": "up to 131,072 …8 rows…; up to 64 …2,048 rows…",
         "cost": "",
@@ -65,13 +65,14 @@ SAID: dict[str, dict[str, str]] = {
         "target": "v100:16 · 16 x NVIDIA V100 32 GB (SXM2) · 2 hosts · by formula",
         "fits": "yes, by formula: 8 rows…128…11…25.6 GB…JAX preallocates…34.1 GB",
         "batch": "up to 20 rows…320…25 GB, by formula…21…",
-        "speed": "by formula… step rows/s tokens/s MFU HFU 8 rows… 50 ms 40,960 41.9M 45% 51%",
+        "speed": "at best, by formula… step rows/s tokens/s MFU HFU"
+        " 8 rows… 50 ms 40,960 41.9M 45% 51%",
         "limit": "computation 80%, …network 20% (10 ms)…",
         "memory": MEMORY,
         "change": "…8 rows…, by formula… unchanged 11 GB 50 ms layout=fsdp 10 GB 1 GB",
         "sends": "",
         # 128 rows are not enough for 2,048 devices.
-        "scales": "efficiency 1 16 64 2,048 131,072 devices 8 rows each 100% 81% 78% 78% 78%"
+        "scales": "efficiency… 1 16 64 2,048 131,072 devices 8 rows each 100% 81% 78% 78% 78%"
         " 128 rows… 100% 81% 35% - -",
         "pays": "up to 131,072 …8 rows…; up to 64 …128 rows…",
         "note": "by formula: libtpu…; pip install 'replicax[plan-tpu]'",
@@ -93,6 +94,12 @@ SAID: dict[str, dict[str, str]] = {
     "waits": {  # the largest share comes first, and kernels of one name are one
         "limit": "network 90% (90 ms), arithmetic 8%, memory bandwidth 2%…"
         "longest: update/add 45% (memory), loss/dot 30% (compute)"
+    },
+    "too small": {  # nothing about more devices than the target has
+        "scales": "efficiency… 1 64 256 devices 8 rows each 100% 100% 100%"
+        " 2,048 rows… 100% 100% 100%",
+        "pays": "up to 64 …2,048 rows…",
+        "rate": "",
     },
     "waits, no kernels": {"limit": "network 90% (90 ms), arithmetic 8%, memory bandwidth 2%…"},
     "frees and sends": {

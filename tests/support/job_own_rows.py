@@ -20,7 +20,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 def main() -> None:
     """The mean of all rows where the processes pass the same, and errors where they do not."""
     job = rx.initialize(verbose=False)
-    dp = rx.DataParallel(loss, optax.sgd(0.0), donate=False, job=job)
+    dp = rx.DataParallel(loss, optax.sgd(0.0), donate=False)
     state = dp.init({"w": jnp.zeros(())})
     own = {"y": ROWS["y"][job.process * 16 :][:16]}
     where = NamedSharding(dp.mesh, PartitionSpec("data"))

@@ -31,6 +31,7 @@ from replicax.cluster.cluster_job import Lone
 from replicax.cluster.place import find_place
 from replicax.cluster.watchdog import Timeouts
 from replicax.core import call_checks
+from replicax.core.ground.job import PROCESS_JOB, Alone
 from replicax.islands import founding, island_job
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
@@ -234,5 +235,8 @@ def test_an_iterator_of_batches_is_refused() -> None:
 
 def test_an_island_without_its_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAX_ISLANDS", "127.0.0.1:1,127.0.0.1:2")
-    with pytest.raises(rx.ConfigError, match=r"2 islands .*job="):
+    with pytest.raises(rx.ConfigError, match=r"2 islands .*rx\.initialize\(\)"):
         rx.DataParallel(squared, optax.adam(0.05))
+    job = Alone()
+    monkeypatch.setattr(PROCESS_JOB, "job", job)
+    assert rx.DataParallel(squared, optax.adam(0.05)).job is job

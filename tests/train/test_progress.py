@@ -40,10 +40,11 @@ def test_figures_are_the_loss_the_rate_and_the_wait(given: Record, shown: str) -
     assert figures(given) == shown
 
 
+@pytest.mark.parametrize("told", [None, 1])  # unknown, or of a loader that has more
 def test_an_unknown_length_has_no_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, told: int | None
 ) -> None:
-    display = PlainProgress(None, Unfailing(sys.stdout))
+    display = PlainProgress(told, Unfailing(sys.stdout))
     display.count(1)
     display.show(record())
     assert capsys.readouterr().out == ""  # figures only once in a while

@@ -35,6 +35,11 @@ class Loader:
         self.passes = self.epoch = 0
         if order == "epoch":
             self.sampler = SimpleNamespace(set_epoch=partial(setattr, self, "epoch"))
+        if order == "kept":
+            self.sampler = SimpleNamespace(generator=None)  # as PyTorch's that shuffles
+
+    def __len__(self) -> int:
+        return -(-len(self.data["x"]) // BATCH)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         count = len(self.data["x"])
@@ -66,10 +71,17 @@ def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settin
     ],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(
-    dp: rx.DataParallel, tmp_path: Path, before: Loader, after: Loader
+    dp: rx.DataParallel,
+    tmp_path: Path,
+    before: Loader,
+    after: Loader,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"\b1 of epoch 1\b.*accept_changes"):
+    with pytest.raises(ConfigError, match=r"\b1 of epoch 1\b.*accept_changes") as caught:
         again(dp, tmp_path, MIDDLE, before, after)
+    said, drawn = capsys.readouterr().err, [each.order == "kept" for each in (before, after)]
+    assert said.count("generator=torch.Generator()") == sum(drawn)
+    assert ("StatefulDataLoader" in str(caught.value)) == drawn[1]
 
 
 def test_a_source_that_ends_before_what_was_trained_on_is_refused(
@@ -102,11 +114,13 @@ def test_the_same_order_goes_on_to_the_same_bits(
     dp: rx.DataParallel, tmp_path: Path, at: int, order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = again(dp, tmp_path, at, Loader(order), Loader(order))
+    out = capsys.readouterr().out
+    assert f"epoch  {END} batches" in out  # as `len()` of the loader tells
     loader = Loader(order)
     whole = fit(dp, source=loader, batch_size=None)
     assert loader.epoch == (EPOCHS - 1 if order == "epoch" else 0)  # as the run told its sampler
     assert bits(found.state) == bits(whole.state)
-    assert "\nchange" not in capsys.readouterr().out
+    assert "\nchange" not in out
 
 
 class Back(rx.Hook):

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, get_args
+from typing import Annotated, Any, Generic, get_args, get_type_hints
 
 from replicax.cli.config_file import (
     Options,
@@ -81,6 +81,22 @@ ALL_OR_NAMES = tyro.constructors.PrimitiveConstructorSpec(
     str_from_instance=lambda it: ["None"] if it is None else [it],
 )
 """The annotation of a flag with comma-separated names, or alone: then it is an empty string."""
+
+
+def _one_path(got: list[str]) -> Path:
+    if len(got) > 1:
+        raise ConfigError(f"{' and '.join(got)} are given, and one is read: leave out the others")
+    return Path(*got)
+
+
+OPTIONAL_PATH = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=(0, 1),
+    metavar="FOLDER",
+    instance_from_str=_one_path,
+    is_instance=lambda it: isinstance(it, Path),
+    str_from_instance=lambda it: [str(it)],
+)
+"""The annotation of a folder that may be given by place, so that unknown flags are left over."""
 
 
 def words(text: str) -> list[str]:
@@ -244,10 +260,13 @@ def _parsed(
             raise ConfigError(
                 f"--json prints, so {unknown[0]!r} has no place; --json-file FILE writes a file"
             )
-        raise ConfigError(
-            f"unknown flag {unknown[0]!r}{_meant(unknown[0], field_names(kind))}; {program} --help "
-            "lists the flags"
-        )
+        by_place = [
+            name
+            for name, hint in get_type_hints(kind, include_extras=True).items()
+            if BY_PLACE in getattr(hint, "__metadata__", ())
+        ]
+        meant = _meant(unknown[0], [name for name in field_names(kind) if name not in by_place])
+        raise ConfigError(f"unknown flag {unknown[0]!r}{meant}; {program} --help lists the flags")
     return parsed
 
 

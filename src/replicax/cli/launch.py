@@ -1,6 +1,7 @@
 """`replicax launch`: run a command as several processes that train together."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ class LocalOptions:
 
     grace: Annotated[float, Range(0, 7 * 86_400)] = GRACE_SECONDS
     """Seconds that the processes have to exit after Ctrl-C or SIGTERM, until they are killed."""
-    logs: Annotated[str | None, shown_as("FOLDER", "a new one in runs/")] = None
+    logs: Annotated[str | None, shown_as("FOLDER", "a new one in logs/")] = None
     """Folder for the output of the processes."""
 
 
@@ -86,6 +87,10 @@ def launch(arguments: list[str]) -> int:
     names = ("devices_per_process", "pin", "name", "islands")
     others = {name: getattr(options, name) for name in names}
     job = JobSpec(tuple(command), processes, restarts=restarts, **others)
+    asked = getattr(options, "gpus_per_process", 0), options.devices_per_process
+    if asked == (None, None):
+        line = "no GPUs are asked for: --gpus-per-process 8 asks for 8, and 0 hides this line"
+        print(f"replicax: {line}", file=sys.stderr)
     code, said = run(job, options)
     return failed(said, code) if said else code
 

@@ -21,7 +21,11 @@ from replicax.lint.files import (
 from replicax.lint.step_file import step_file
 from replicax.text.checks import FAIL, NOTE, Check, Style, print_table
 
-_STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
+_STYLE = Style(
+    remedy="fix",
+    below=lambda check: [check.figures["code"]],
+    word=lambda check: str(check.figures["severity"]),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,5 +83,5 @@ def _checks(examination: FileFindings) -> Iterator[Check]:
             NOTE if finding.severity == "note" else FAIL,
             finding.reason,
             finding.fix,
-            {"code": finding.code.strip()},
+            {"code": finding.code.strip(), "severity": finding.severity},
         )

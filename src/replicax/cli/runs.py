@@ -4,19 +4,19 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from replicax.cli.flags import BY_PLACE, parse, shown_as
-from replicax.cli.output import RUNS, show
+from replicax.cli.flags import BY_PLACE, OPTIONAL_PATH, parse
+from replicax.cli.output import RUNS, JsonOptions
 from replicax.errors import CheckpointError, ConfigError
 from replicax.text.table import NO_BREAK, WIDTH, aligned, width, wrapped
 from replicax.text.wording import UNKNOWN, counted, size_text
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.files.lease import is_held
 from replicax.train.files.places import read_end
-from replicax.train.files.records import CONFIG, RECORDS, Record, record_from_json
+from replicax.train.files.records import CONFIG, RECORDS, Record, plain_config, record_from_json
 from replicax.train.folder.changes import read_config
 from replicax.train.folder.goodput import FILE as GOODPUT
 from replicax.train.folder.goodput import read_goodput
@@ -31,7 +31,7 @@ _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunsOptions:
+class RunsOptions(JsonOptions):
     """Lists the runs in a folder, the most recently saved last.
 
     Step and epoch are those of the newest checkpoint; an evaluation of another step says of which.
@@ -40,13 +40,21 @@ class RunsOptions:
     Checkpoints are not verified here; loading one verifies it.
     """
 
-    folder: Annotated[Path, BY_PLACE, shown_as("[FOLDER]", "runs")] = RUNS
+    folder: Annotated[Path, BY_PLACE, OPTIONAL_PATH] = RUNS
     """Folder to list."""
 
 
 def runs(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    folder = parse("runs", RunsOptions, arguments).folder
+    options = parse("runs", RunsOptions, arguments)
+    with options.working():
+        content = _listed(options.folder, options.say)
+    options.write_json(content)
+    return 0
+
+
+def _listed(folder: Path, say: Callable[..., None]) -> dict[str, Any]:
+    """Print the runs in a folder; return them as JSON values."""
     if not folder.is_dir():
         if folder == RUNS:
             raise ConfigError("no folder runs here; replicax train creates it: train a recipe")
@@ -61,21 +69,52 @@ def runs(arguments: list[str]) -> int:
             faults.append(f"{path.name}  its {CONFIG} cannot be read")
         except CheckpointError as error:
             faults.append(f"{path.name}  its newest checkpoint is damaged: {error}")
-    show(*_table(sorted(rows, key=lambda row: row.saved_at)))
+    rows.sort(key=lambda row: row.saved_at or 0)
+    say(*_table(rows))
     for fault in faults:
-        show(*wrapped(fault, width(), "  "))
+        say(*wrapped(fault, width(), "  "))
     others = len(inside) - len(folders)
     if others or not folders:
-        show(f"{counted(len(folders), 'run')} in {folder}, and {counted(others, 'other folder')}")
-    return 0
+        say(f"{counted(len(folders), 'run')} in {folder}, and {counted(others, 'other folder')}")
+    return plain_config({"runs": [dataclasses.asdict(row) for row in rows], "damaged": faults})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    saved_at: float
+    """A run, as `--json` prints it; None for what its folder does not tell."""
+
     name: str
-    cells: Mapping[str, str]
-    """Heading -> text; empty if there is nothing to tell."""
+    recipe: str | None
+    state: str
+    step: int
+    steps: int | None
+    epoch: int
+    """Number of the epoch, from 1."""
+    epochs: int | None
+    evaluated_step: int | None
+    metrics: Mapping[str, Any]
+    """Results of the last evaluation."""
+    saved_at: float | None
+    """Seconds since 1970."""
+    bytes: int
+    used: float | None
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """The text of each column, by its head; empty if there is nothing to tell."""
+        figures = metrics_text(self.metrics)
+        if self.evaluated_step not in (None, self.step):
+            figures = f"of step {self.evaluated_step}: {figures}"
+        return {
+            "recipe": self.recipe or "",
+            "step": f"{self.step}/{self.steps}" if self.steps else str(self.step),
+            "epoch": f"{self.epoch}/{self.epochs}" if self.epochs else str(self.epoch),
+            "eval": figures,
+            "saved": "" if self.saved_at is None else _age(time.time() - self.saved_at),
+            "size": size_text(self.bytes),
+            "used": "" if self.used is None else f"{self.used:.0%}",
+            _STATE: self.state,
+        }
 
 
 def _table(rows: Sequence[_Row]) -> list[str]:
@@ -104,7 +143,7 @@ def _paragraph(row: _Row) -> Iterator[str]:
 def _row(path: Path) -> _Row:
     records, manifest = _records(path / RECORDS), None
     scored = next((record for record in reversed(records) if record.kind == "eval"), None)
-    step, epoch, saved_at = 0, 0, 0.0
+    step, epoch, saved_at = 0, 0, None
     if records:
         step, epoch = records[-1].step, records[-1].epoch
     if places := _store(path).paths():
@@ -123,22 +162,19 @@ def _row(path: Path) -> _Row:
         at = manifest.position
         ended = epochs is not None and epoch + 1 >= epochs and at.evaluated_step == step
         state = "done" if ended or (steps is not None and step >= steps) else "stopped"
-    figures = "" if scored is None else metrics_text(scored.metrics)
-    if scored is not None and scored.step != step:
-        figures = f"of step {scored.step}: {figures}"
     return _Row(
-        saved_at,
-        path.name,
-        {
-            "recipe": str(config.get("recipe") or ""),
-            "step": f"{step}/{steps}" if steps else str(step),
-            "epoch": f"{epoch + 1}/{epochs}" if epochs else str(epoch + 1),
-            "eval": figures,
-            "saved": _age(time.time() - saved_at) if saved_at else "",
-            "size": size_text(_bytes(path)),
-            "used": "" if spent is None else f"{spent.clock_fraction:.0%}",
-            _STATE: state,
-        },
+        name=path.name,
+        recipe=str(config["recipe"]) if config.get("recipe") else None,
+        state=state,
+        step=step,
+        steps=steps,
+        epoch=epoch + 1,
+        epochs=epochs,
+        evaluated_step=None if scored is None else scored.step,
+        metrics={} if scored is None else scored.metrics,
+        saved_at=saved_at,
+        bytes=_bytes(path),
+        used=None if spent is None else spent.clock_fraction,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
 from replicax.recipes.recipe import weight_names
 from replicax.text.arguments import Count, NotNegative, Seed
-from replicax.text.streams import unfailing_stdout
+from replicax.text.streams import json_lines, unfailing_stdout
 from replicax.text.table import labelled
 from replicax.text.wording import size_text
 from replicax.train.hooks.figures import injected_rates
@@ -42,7 +43,7 @@ from replicax.train.run.host_memory import keep_freed_memory
 from replicax.train.run.stopping import Interrupt, shown_signal
 from replicax.train.run.summary import Fit
 
-OF_THIS_START = ("accept_changes", "config")
+OF_THIS_START = ("accept_changes", "config", "log_format")
 """Options that do not belong to the run."""
 NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. Small batches need hundreds of samples."""
@@ -137,6 +138,8 @@ class RecordOptions:
 
     log_every: Annotated[Count | None, shown_as("N", "50, or fewer in a short run")] = None
     """Steps between two records."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of what is printed: lines, or a JSON object for each line and each record."""
     log_to: Annotated[str | None, several_of(LOGGERS, "none")] = None
     """Also send records to these loggers, from a thread, so that training never waits."""
     gradient_norm: bool = False
@@ -239,14 +242,15 @@ def train(arguments: list[str]) -> int:
     folder = run_folder(options.start.run, parsed.name)
     hooks, saving = options.hooks(), options.save.saving()
     options.compute.fix_threads(options.compute.mode)
-    with unfailing_stdout(), Interrupt(at_once=_end_at_once) as interrupt:
+    formatted = json_lines() if options.record.log_format == "json" else nullcontext()
+    with unfailing_stdout(), formatted, Interrupt(at_once=_end_at_once) as interrupt:
         result = _run(parsed, hooks, run_dir=folder, saving=saving, interrupt=interrupt)
-    if not result.interrupted:
-        return 0
-    said = f"interrupted after {result.steps} steps; what was recorded is kept"
-    if result.exit_code == 75:
-        said = f"stopped early with everything saved; start it again: --run {folder.name}"
-    return failed(said, result.exit_code)
+        if not result.interrupted:
+            return 0
+        said = f"interrupted after {result.steps} steps; what was recorded is kept"
+        if result.exit_code == 75:
+            said = f"stopped early with everything saved; start it again: --run {folder.name}"
+        return failed(said, result.exit_code)
 
 
 def _run(

@@ -46,7 +46,7 @@ def join_job(
 ) -> ClusterJob:
     """Join the other processes of this job, if the environment describes any.
 
-    Call it first in the program, and pass the returned job to `rx.DataParallel`. It detects
+    Call it first in the program: every `rx.DataParallel` made later trains in this job. It detects
     Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods, `RANK`/`WORLD_SIZE`/`MASTER_ADDR`,
     `REPLICAX_*`, and other engines that JAX detects. A single process is a job of one; a second
     call returns the first call's job.
@@ -55,7 +55,7 @@ def join_job(
 
     Examples:
         >>> job = rx.initialize()  # alone, or one of many
-        >>> dp = rx.DataParallel(loss, optimizer, job=job)
+        >>> dp = rx.DataParallel(loss, optimizer)
 
     Args:
         coordinator: `host:port` where process 0 listens.

@@ -18,7 +18,7 @@ from replicax.core.custom.custom_step import StepFunction
 from replicax.core.data.feed import Split
 from replicax.core.data.per_row import padded_state, rows_of_state
 from replicax.core.first_step.argument_checks import check_custom_step, check_loss, check_optimizer
-from replicax.core.ground.job import Alone, Job
+from replicax.core.ground.job import PROCESS_JOB, Alone, Job
 from replicax.core.ground.precision import Precision, as_precision
 from replicax.core.ground.traced_for import cuda_capability
 from replicax.core.models.definition import SplitModel
@@ -191,7 +191,7 @@ def resolved(**given: Any) -> Configuration:
     else:
         check_custom_step(given, layout, precision)
     check_decay(given["ema"])
-    job = _lone_job(os.environ) if given["job"] is None else given["job"]
+    job = given["job"] or PROCESS_JOB.job or _lone_job(os.environ)
     mesh = _mesh(given["mesh"], mode, job)
     mode.check(mesh, layout)
     check_axes(layout, mesh)
@@ -230,11 +230,11 @@ _ISLANDS = "REPLICAX_ISLANDS"
 
 
 def _lone_job(env: Mapping[str, str]) -> Job:
-    """Return the job of a process that was given none; `ConfigError` if it is an island's."""
+    """Return the job of a process that joined none; `ConfigError` if it is an island's."""
     if env.get(_ISLANDS):
         raise ConfigError(
-            f"one of {env[_ISLANDS].count(',') + 1} islands ({_ISLANDS}) with no job, so that it "
-            "would train alone: pass job=rx.initialize()"
+            f"one of {env[_ISLANDS].count(',') + 1} islands ({_ISLANDS}) that has not joined the "
+            "others, so that it would train alone: call rx.initialize() first"
         )
     return Alone()
 

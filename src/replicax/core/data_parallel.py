@@ -88,7 +88,7 @@ class DataParallel:
             numbers. By default none, but on several GPUs reductions overlap with computation.
         tuning: in mode `exact` on NVIDIA GPUs, a file of kernels written by `record_tuning`. By
             default the first kernel of each product is used, which is slower.
-        job: the processes that train together, from `rx.initialize()`; default: only this one.
+        job: the processes that train together; by default those that `rx.initialize()` joined.
         rounds: `rx.Rounds` of several steps between exchanges; by default sums in each step.
 
     Raises:
@@ -324,7 +324,7 @@ class DataParallel:
         self,
         state: TrainState,
         source: Any,
-        function: LossFunction,
+        function: LossFunction | Callable[[Any, Any], Any],
         *,
         batch_size: Int32Count | None = None,
         ema: bool = False,
@@ -334,8 +334,8 @@ class DataParallel:
         Args:
             state: the train state; not modified.
             source: as for `evaluate`, but only one; rows are returned in this order.
-            function: `function(model, batch, key)` -> a pytree of arrays `[rows, ...]`; the model
-                is in evaluation mode, and `key` is None.
+            function: `function(model, batch)` -> a pytree of arrays `[rows, ...]`; the model is in
+                evaluation mode. With a third parameter, `key`, it gets None, as a loss does.
             batch_size: as for `evaluate`.
             ema: as for `evaluate`.
 

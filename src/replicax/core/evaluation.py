@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.core.call_checks import EVALUATION, CallChecks
 from replicax.core.data.batch import Batch
-from replicax.core.first_step.argument_checks import check_kind, check_loss, check_state
+from replicax.core.first_step.argument_checks import check_kind, check_loss, check_state, with_key
 from replicax.core.ground.leaves import PyTree, by_path, kind_changes
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import CallContext
@@ -65,7 +65,9 @@ class ProgramEvaluation:
             totals.add(sums)
         return totals.means()
 
-    def rows(self, state: TrainState, batches: Any, function: LossFunction, *, ema: bool) -> PyTree:
+    def rows(
+        self, state: TrainState, batches: Any, function: Callable[..., Any], *, ema: bool
+    ) -> PyTree:
         """Return `function(model, batch, None)` for all rows of `batches`, on the host."""
         if isinstance(batches, Mapping):
             raise ConfigError(
@@ -73,19 +75,20 @@ class ProgramEvaluation:
                 "the rows of one: call it with each"
             )
         if _key(function) not in self._predicting:
-            check_loss(function, "function")
+            check_loss(with_key(function), "function")
         # Not left to `checks`: `predict` takes what they raise for outputs without rows.
         check_state(state, self._program.abstract_state())
         state = self._program.averaged(state) if ema else state
         if _key(function) not in self._predicting:
             program = self._program
-            objective = dataclasses.replace(program.split_objective, loss=function)
+            called = with_key(function)
+            objective = dataclasses.replace(program.split_objective, loss=called)
             mode, mesh = program.configuration.mode, program.mesh
             outputs = partial(_predicted, objective=objective)
             compute = lift(
                 outputs, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
-            checks = CallChecks(program.scoring(_as_loss(function)))
+            checks = CallChecks(program.scoring(_as_loss(called)))
             self._predicting[_key(function)] = compute, checks
         compute, checks = self._predicting[_key(function)]
 
@@ -137,7 +140,7 @@ class ProgramEvaluation:
         return np.asarray(leaf)
 
 
-def _key(function: LossFunction) -> Any:
+def _key(function: Callable[..., Any]) -> Any:
     """Return a key for `function`, which is kept: itself, or its identity if it has no hash."""
     try:
         hash(function)

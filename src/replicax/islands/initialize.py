@@ -16,6 +16,7 @@ from replicax.cluster.accelerators import visible_gpus
 from replicax.cluster.cluster_job import ClusterJob, current_job
 from replicax.cluster.failure import print_uncaught
 from replicax.cluster.watchdog import Timeouts, read_timeouts
+from replicax.core.ground.job import PROCESS_JOB
 from replicax.errors import ReplicaxError
 from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
@@ -24,7 +25,6 @@ from replicax.islands.island_variables import ISLAND, ISLANDS
 from replicax.text.arguments import bind
 
 _Settings = ParamSpec("_Settings")
-_job: IslandJob | None = None
 
 
 def _with_islands(
@@ -35,25 +35,25 @@ def _with_islands(
 
     @functools.wraps(join_processes)
     def with_islands(*args: _Settings.args, **settings: _Settings.kwargs) -> ClusterJob | IslandJob:
-        global _job
         bind("initialize", signature, args, settings)
-        if _job is not None:
-            return _job
+        if isinstance(PROCESS_JOB.job, IslandJob):
+            return PROCESS_JOB.job
         begins = current_job() is None
         place, job = find_island(os.environ), join_processes(*args, **settings)
         if begins:
             job.agree("the island", {name: os.environ.get(name) for name in (ISLAND, ISLANDS)})
         if place is None:
+            PROCESS_JOB.job = job if job.processes > 1 else None
             return job
         patience = settings.get("patience")
         timeouts = patience if isinstance(patience, Timeouts) else read_timeouts(os.environ)
         group = Group(place, timeouts) if job.process == 0 else None
-        _job = IslandJob(job, place, group)
-        atexit.register(_job.finish)
+        PROCESS_JOB.job = island = IslandJob(job, place, group)
+        atexit.register(island.finish)
         _watch_exceptions()
         if not visible_gpus(os.environ, platforms=jax.config.jax_platforms):
             join.do_not_preempt()  # the network's threads, started before, do
-        return _job
+        return island
 
     with_islands.__name__ = with_islands.__qualname__ = "initialize"
     return with_islands

@@ -37,8 +37,8 @@ class RayOptions:
 
     address: str | None = None
     """Address of the cluster, host:port; by default RAY_ADDRESS, or the one on this host."""
-    gpus_per_process: int = 0
-    """GPUs per process."""
+    gpus_per_process: int | None = None
+    """GPUs per process; by default none, which a line says."""
     cpus_per_process: int = 1
     """CPU cores per process, as counted by Ray."""
 
@@ -71,7 +71,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     takes: dict[str, int] = {}
     for kind, count, least in (
         ("CPU", options.cpus_per_process, 1),
-        ("GPU", options.gpus_per_process, 0),
+        ("GPU", options.gpus_per_process or 0, 0),
     ):
         if count < least:
             flag = f"--{kind.lower()}s-per-process"

@@ -33,8 +33,8 @@ class SlurmOptions:
     """Number of nodes; by default 1, or derived from --processes-per-node."""
     processes_per_node: int | None = None
     """Processes per node; by default, processes divided by nodes."""
-    gpus_per_process: int = 0
-    """GPUs per process."""
+    gpus_per_process: int | None = None
+    """GPUs per process; by default none, which a line says."""
     cpus_per_process: int | None = None
     """CPU cores per process; by default, the cluster's default."""
     time: str | None = None
@@ -56,8 +56,8 @@ class KubernetesOptions:
     """Container image with the program and Replicax."""
     namespace: str | None = None
     """Namespace to run in; by default, the current one."""
-    gpus_per_process: int = 0
-    """GPUs (nvidia.com/gpu) per pod."""
+    gpus_per_process: int | None = None
+    """GPUs (nvidia.com/gpu) per pod; by default none, which a line says."""
     cpu: str | None = None
     """CPU cores per pod: 8, or 500m."""
     memory: str | None = None
@@ -76,7 +76,7 @@ def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
     if job.islands is not None:
         _at_least("islands", job.islands, 1)
     nodes, per_node = _spread(job.processes, options)
-    _at_least("gpus_per_process", options.gpus_per_process, 0)
+    gpus = _at_least("gpus_per_process", options.gpus_per_process or 0, 0)
     if options.time is not None and not _TIME_LIMIT.fullmatch(options.time):
         raise ConfigError(
             f"time={options.time!r} is not a time limit of Slurm such as 90, 1:30:00 or 2-00: "
@@ -91,7 +91,7 @@ def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
         "ntasks-per-node": per_node,
         # Per node, not per task: NCCL cannot copy directly between GPUs bound to single tasks, and
         # the processes of a node divide its GPUs among themselves.
-        "gpus-per-node": per_node * options.gpus_per_process or None,
+        "gpus-per-node": per_node * gpus or None,
         "cpus-per-task": None if cpus is None else _at_least("cpus_per_process", cpus, 1),
         "time": options.time,
         "output": options.output or ("slurm-%A_%a.out" if job.islands else "slurm-%j.out"),
@@ -131,7 +131,7 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
     _check_name(job, f"-{group}-{(job.islands or 1) - 1}-{job.processes - 1}-abcde")
     if not options.image.strip():
         raise ConfigError("image=''; the pods need a container image: give one")
-    _at_least("gpus_per_process", options.gpus_per_process, 0)
+    gpus = _at_least("gpus_per_process", options.gpus_per_process or 0, 0)
     if options.namespace is not None and not _LABEL.fullmatch(options.namespace):
         raise ConfigError(f"namespace={options.namespace!r} is not a DNS label: change it")
     for name in ("cpu", "memory", "shared_memory"):
@@ -140,8 +140,8 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
             raise ConfigError(
                 f"{name}={value!r} is not a Kubernetes quantity such as 8, 500m or 64Gi: change it"
             )
-    gpus = str(options.gpus_per_process) if options.gpus_per_process else None
-    limits = {"cpu": options.cpu, "memory": options.memory, "nvidia.com/gpu": gpus}
+    limits = {"cpu": options.cpu, "memory": options.memory}
+    limits |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
     asked = [f"{name}: {_quoted(value)}" for name, value in limits.items() if value is not None]
     islands = job.islands or 0
     # The first pod of each island; Kubernetes expands $(NAME) of a variable that comes before.

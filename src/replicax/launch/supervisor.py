@@ -60,7 +60,7 @@ def launch(
 
     Meanwhile signals to this process are forwarded to them, SIGHUP and SIGQUIT as SIGTERM; after
     one of these or a SIGINT they have `grace_seconds` to exit. Their environment is `env`, or this
-    process's; their output goes to the folder `logs`, or a new one in `runs/`. A secret in their
+    process's; their output goes to the folder `logs`, or a new one in `logs/`. A secret in their
     environment keeps all other processes out of the job.
 
     Raises:
@@ -179,7 +179,7 @@ def check_numbers(job: JobSpec) -> None:
 
 def _folder(logs: str | Path | None, job_id: str) -> Path:
     """Return a folder that exists, is writable, and has no logs of another job."""
-    default = Path("runs") / f"launch-{time.strftime('%Y%m%d-%H%M%S')}-{job_id[:4]}"
+    default = Path("logs") / f"launch-{time.strftime('%Y%m%d-%H%M%S')}-{job_id[:4]}"
     folder = default if logs is None else Path(logs)
     fix = "choose another folder with --logs"
     try:

@@ -27,7 +27,7 @@ from replicax.plan.planned import Alternative, BatchAdvice, Need, Plan
 from replicax.plan.step_traffic import read_traffic
 from replicax.plan.steps import StepCache, TargetStep, rows_of_a_replica
 from replicax.plan.target import Target
-from replicax.text.wording import first_line, size_text, time_text
+from replicax.text.wording import counted, first_line, size_text, time_text
 
 REMAT_CHANGE = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
@@ -268,11 +268,17 @@ def first_change(dp: DataParallel, plan: Plan) -> str:
         return _to_fit(plan)
     if not plan.speeds:
         return "nothing to suggest: it fits, and the target's speed is unknown"
+    now, traffic = plan.speeds[0].step, plan.traffic
+    waiting = now.exposed_seconds / now.seconds
+    if (fewer := plan.fewer_devices) is not None:
+        larger = ", or a larger batch" * (plan.speeds[-1].rows > plan.speeds[0].rows)
+        return (
+            f"use {counted(fewer, 'device')}{larger}: the step is too small for "
+            f"{plan.target.devices:,}, which wait {waiting:.0%} of it for the network"
+        )
     times, text = max(_faster(plan), default=(0.0, ""))
     if times > _WORTH:
         return text
-    now, traffic = plan.speeds[0].step, plan.traffic
-    waiting = now.exposed_seconds / now.seconds
     other = not dp.mode.per_replica and dp.layout.is_whole  # a layout that shard_map supports
     if other and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
         return (

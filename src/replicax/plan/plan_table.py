@@ -24,6 +24,7 @@ _NETWORK = "network"
 PLAN_PARTS = ("target", "soon", "", *LATER_PARTS)
 """Parts of the screen, in order."""
 _MAY = "may fit or not"
+_EFFICIENCY = "efficiency at most"
 _COLUMN = 9
 """Width of a device count up to 131,072, and the gap before it."""
 
@@ -154,7 +155,7 @@ def _speed(plan: Plan, speeds: Sequence[Speed]) -> Iterator[Entry]:
         if each is not None
     ]
     shown: dict[str, list[str]] = {
-        "by formula" if speeds[0].compute_share is None else "at best": [name for name, _ in rows],
+        f"at best{', by formula' * (speeds[0].compute_share is None)}": [name for name, _ in rows],
         "step": [time_text(each.step.seconds) for _, each in rows],
         "rows/s": [number_text(each.rows_per_second) for _, each in rows],
         "tokens/s": [_known(each.tokens_per_second, number_text) for _, each in rows],
@@ -290,10 +291,12 @@ def _scaling(plan: Plan) -> list[Entry]:
         return []
     rows = plan.speed.rows
     names = (f"{_counted(rows, 'row')} each", f"{_counted(rows * plan.replicas, 'row')} in all")
-    named = MARGIN + max(len("efficiency"), *map(len, names)) + len("  devices")
+    named = MARGIN + max(len(_EFFICIENCY), *map(len, names)) + len("  devices")
     most = max((width() - named) // _COLUMN, 2)
-    counts = shown_counts(scaling, plan.target.devices, most)
-    lines: list[Line] = [("efficiency", *map(number_text, counts), "devices")]
+    fewer, devices = plan.fewer_devices, plan.target.devices
+    counts = shown_counts(scaling, devices, most)
+    counts = [count for count in counts if fewer is None or count <= devices]
+    lines: list[Line] = [(_EFFICIENCY, *map(number_text, counts), "devices")]
     pays = []
     curves = ((scaling.weak, scaling.weak_pays), (scaling.strong, scaling.strong_pays))
     for name, (points, paid) in zip(names, curves, strict=True):
@@ -301,7 +304,8 @@ def _scaling(plan: Plan) -> list[Entry]:
         lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
         last = points and paid == points[-1].devices
         reach = f"up to {number_text(paid)} (maximum)" if last else f"up to {number_text(paid)}"
-        pays.append(f"{reach} with {name}")
+        if fewer is None or points is scaling.strong:
+            pays.append(f"{reach} with {name}")
     reached = "to the same loss, " if plan.about.get("noise_scale") else ""
     return [Entry("scales", lines), Entry("pays", f"{reached}{'; '.join(pays)}")]
 
@@ -333,6 +337,8 @@ def _cost(plan: Plan) -> list[Entry]:
 
 def _learning_rates(plan: Plan) -> Iterator[Entry]:
     noise, word = plan.about.get("noise_scale"), "rate"
+    if plan.fewer_devices is not None:
+        return
     for each in plan.batches:
         parts = []
         if each.linear != 1:

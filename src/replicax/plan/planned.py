@@ -231,6 +231,20 @@ class Plan(Reported):
         """Speed of the requested batch, or else of the largest."""
         return self.speeds[0] if self.speeds else None
 
+    @property
+    def fewer_devices(self) -> int | None:
+        """Devices on which the batch is fastest and fits, if the target's mostly wait for others.
+
+        What each then holds is at most what all of them hold now.
+        """
+        usable = self.target.chip.usable_bytes
+        if not self.fits or self.speed is None or self.scaling is None or usable is None:
+            return None
+        step, enough = self.speed.step, self.scaling.strong_pays
+        waits = step.exposed_seconds > step.seconds / 2
+        fits = self.asked.bytes * self.target.devices <= enough * usable
+        return enough if waits and fits and enough < self.target.devices else None
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan and derived values, ready for `json.dumps(..., allow_nan=False)`."""
         return {**_plain(self), "fits": self.fits}

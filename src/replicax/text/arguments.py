@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from replicax.errors import ConfigError, nearest_name
-from replicax.text.other_names import ARGUMENTS, VALUES, names_of_row
+from replicax.text.other_names import ARGUMENTS, VALUES, loggers, names_of_row
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -158,6 +158,7 @@ def _instead(call: str, word: str, value: Any, known: Mapping[str, Any], *, else
     if here or synonyms or (there and elsewhere):
         given = VALUES.get(value, value) if isinstance(value, str) else value
         text = _shown(given) if isinstance(value, int | float | str) else "..."
+        text = loggers(word, value) or text
         line = [*(f"write {each}" for each in (*here, *synonyms)), *there][0]
         return f"{word}={shown}: {line.replace('{}', text)}"
     if nearest := nearest_name(word, known):

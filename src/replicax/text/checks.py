@@ -48,6 +48,8 @@ class Style:
     """The word before a check's `cause`, such as "fix"."""
     words: Mapping[Verdict, str] = dataclasses.field(default_factory=dict)
     """Replacement words for verdicts: `{PASS: "ok", NOTE: "warning"}`."""
+    word: Callable[[Check], str] = lambda _check: ""
+    """Returns the word for the verdict of one check, or nothing."""
     below: Callable[[Check], Sequence[str]] = lambda _check: ()
     """Returns lines to print verbatim below a check."""
     width: int = WIDTH
@@ -171,7 +173,7 @@ def _lines(checks: Sequence[Check], columns: int, style: Style, *, colored: bool
 
 
 def _word(check: Check, style: Style) -> str:
-    return style.words.get(check.verdict, check.verdict)
+    return style.word(check) or style.words.get(check.verdict, check.verdict)
 
 
 def _kept(text: str) -> str:

@@ -1,9 +1,11 @@
 """Names of arguments and values in other libraries, and ours; and former names of arguments."""
 
 from collections.abc import Container
+from typing import Any
 
 _DP, _FIT = "DataParallel(loss, optimizer, {})", "rx.fit(dp, state, source, {})"
 _FEED, _JOB = "dp.feed(source, {})", "rx.initialize({})"
+_LOGGERS = "logger loggers log_to report_to"
 _GUARD, _SAVING = "guard=rx.Guard({})", "saving=rx.Saving({})"
 ARGUMENTS = (
     ("DataParallel(loss, {})", "optimizer=optax.adam({})", "lr learning_rate peak_lr base_lr"),
@@ -34,13 +36,16 @@ ARGUMENTS = (
     ("rx.fit(dp, state, {})", "source={'x': x, 'y': y}", "x y labels targets"),
     (_FIT, "eval_source={}", "eval_data eval_dataset val_data validation_data test_data"),
     (_FIT, "eval_source={}", "validation val_dataset val_loader val_dataloader validation_source"),
+    (_FIT, "eval_source={}", "val_dataloaders eval_dataloader eval_loader val_ds eval_ds test_ds"),
     (_FIT, "hooks=[{}]", "hook callback callbacks"),
-    (_FIT, "hooks=[rx.TensorBoard()]", "logger loggers log_to report_to"),
+    (_FIT, "hooks=[{}]", _LOGGERS),
     (_FIT, "hooks=[rx.EarlyStopping()]", "early_stopping patience early_stopping_patience"),
     (_FIT, "log_every={}", "log_steps logging_steps log_every_n_steps log_interval"),
     (_FIT, "steps_per_call={}", "steps_per_execution steps_per_loop iterations_per_loop"),
     (_FIT, "run_dir='runs/name'", "run workdir log_dir output_dir ckpt_dir checkpoint_dir resume"),
+    (_FIT, "run_dir='runs/name'", "resume_from_checkpoint resume_from ckpt_path default_root_dir"),
     (_SAVING, "every={}", "save_every every_steps save_steps save_interval_steps"),
+    (_SAVING, "every={}", "checkpoint_every checkpoint_interval every_n_train_steps save_interval"),
     (_SAVING, "keep={}", "max_to_keep save_total_limit keep_last save_top_k num_to_keep"),
     (_SAVING, "keep_every={}", "keep_period"),
     (_GUARD, "max_bad_steps={}", "most max_consecutive_errors"),
@@ -87,6 +92,23 @@ VALUES = {
     "zero3": "fsdp",
 }
 """Values of arguments, by their names in other libraries."""
+
+
+_OUR_LOGGERS = {
+    name.lower(): f"rx.{name}()"
+    for name in ("TensorBoard", "WandB", "MLflow", "Comet", "Trackio", "CSV")
+}
+
+
+def loggers(word: str, value: Any) -> str | None:
+    """Return our loggers for those in an argument, if `word` names one of loggers."""
+    if word not in _LOGGERS.split():
+        return None
+    found = []
+    for each in value if isinstance(value, list | tuple) else [value]:
+        name = each if isinstance(each, str) else getattr(each, "__name__", type(each).__name__)
+        found.append(_OUR_LOGGERS.get(name.lower().removesuffix("logger"), "rx.TensorBoard()"))
+    return ", ".join(dict.fromkeys(found))
 
 
 def names_of_row(written: str, words: str) -> list[str]:

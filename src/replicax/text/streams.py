@@ -1,7 +1,9 @@
 """Output of a run: nothing that happens to it ends the run."""
 
 import contextlib
+import datetime
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -55,6 +57,36 @@ class Unfailing:
                 alarm(
                     f"standard output: {getattr(error, 'strerror', '') or error}; the run goes on"
                 )
+
+
+class JsonLines(io.TextIOBase):
+    """A text stream that writes each line as a JSON object, and records as their fields."""
+
+    def __init__(self, target: Any, **fields: Any) -> None:
+        self._target, self._fields, self._part = target, fields, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._part = f"{self._part}{text}".split("\n")
+        for line in filter(str.strip, lines):
+            self.put(line=line)
+        return len(text)
+
+    def put(self, **values: Any) -> None:
+        """Write an object with the time and these values."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        print(json.dumps({"time": now, **self._fields, **values}), file=self._target, flush=True)
+
+
+@contextlib.contextmanager
+def json_lines() -> Iterator[None]:
+    """Let all that Python prints in this context be JSON, also an error that ends it."""
+    told = JsonLines(sys.stderr, stream="stderr")
+    with contextlib.redirect_stdout(JsonLines(sys.stdout)), contextlib.redirect_stderr(told):
+        try:
+            yield
+        except BaseException as error:
+            told.put(error=type(error).__name__, line=str(error))
+            raise
 
 
 def alarm(line: str, who: str = "") -> None:

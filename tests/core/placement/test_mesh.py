@@ -73,7 +73,7 @@ def test_a_job_has_the_processes_that_jax_runs_in(
 ) -> None:
     mesh = make_mesh()
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    with pytest.raises(ConfigError, match=r"\d processes .*job=rx\.initialize\(\)"):
+    with pytest.raises(ConfigError, match=r"\d processes .*rx\.initialize\(\)"):
         check_processes(mesh, job)
 
 

@@ -61,8 +61,9 @@ class Rounds:
     gradients in every step, encoded, for one update by the optimizer.
 
     Examples:
-        >>> dp = rx.DataParallel(loss, optax.adamw(3e-4), job=rx.initialize(),
-        ...                      rounds=rx.Rounds(every=30, send="int4"))
+        >>> job = rx.initialize()
+        >>> rounds = rx.Rounds(every=30, send="int4")
+        >>> dp = rx.DataParallel(loss, optax.adamw(3e-4), rounds=rounds)
 
     Args:
         every: steps of a round. More send less, and cost more in loss: see docs/slow-links.md.

@@ -1,11 +1,12 @@
 """Data sources: arrays in memory, a Grain dataset, or an iterable of host batches."""
 
 import abc
+import contextlib
 import dataclasses
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +73,8 @@ class Source(abc.ABC):
     batches: int | None = None
     last_rows: int | None = None
     """Rows and batches in an epoch, and rows in the last, smallest batch; None if unknown."""
+    told_batches: int | None = None
+    """Batches in an epoch as `len()` of a loader tells them, which may be wrong."""
 
     def __init__(self, batch_size: int, parts: Sequence[int] = ()) -> None:
         self.batch_size = batch_size
@@ -85,6 +88,11 @@ class Source(abc.ABC):
     def order_is_known(self) -> bool:
         """Whether another start goes on in the same order: its state or the epoch decides."""
         return True
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether it is known to draw an order that another start does not repeat."""
+        return False
 
     @property
     def has_state(self) -> bool:
@@ -259,6 +267,9 @@ class IterableSource(Source):
         super().__init__(batch_size)
         self.any_size, self.can_repeat = any_size, not isinstance(batches, Iterator)
         self._batches, self._was_read = batches, False
+        if isinstance(batches, Sized):
+            with contextlib.suppress(TypeError, NotImplementedError):  # PyTorch's, of some data
+                self.told_batches = len(batches)
         parts: tuple[Any, ...] = (batches, *(getattr(batches, name, None) for name in _OF_LOADER))
         self._told: list[Any] = [
             part for part in parts if callable(getattr(part, "set_epoch", None))
@@ -275,6 +286,11 @@ class IterableSource(Source):
     @property
     def order_is_known(self) -> bool:
         return bool(self._told) or self.has_state
+
+    @property
+    def draws_order(self) -> bool:
+        sampler = getattr(self._batches, "sampler", None)  # PyTorch's that shuffle have a generator
+        return hasattr(sampler, "generator") and not self.order_is_known
 
     @property
     def has_state(self) -> bool:
@@ -319,10 +335,11 @@ class PerProcessSource(Source):
 
     def __init__(self, own: Source, job: Job) -> None:
         mine = zlib.crc32(json.dumps(own.fingerprint()).encode())
-        told = job.gather("rows of each process", [own.rows, f"{mine:08x}"])
-        parts, self._digests = ([each[part] for each in told] for part in (0, 1))
+        told = job.gather("rows of each process", [own.rows, f"{mine:08x}", own.told_batches])
+        parts, self._digests, batches = ([each[part] for each in told] for part in range(3))
         super().__init__(own.batch_size * job.processes, [] if None in parts else parts)
         self.own, self.can_repeat = own, own.can_repeat
+        self.told_batches = None if None in batches else max(batches)
 
     def restore(self, state: LoaderState | None) -> None:
         self.own.restore(state)
@@ -330,6 +347,10 @@ class PerProcessSource(Source):
     @property
     def order_is_known(self) -> bool:
         return self.own.order_is_known
+
+    @property
+    def draws_order(self) -> bool:
+        return self.own.draws_order
 
     @property
     def has_state(self) -> bool:

@@ -19,6 +19,20 @@ def check_loss(loss: Any, name: str = "loss") -> None:
     _check_function(name, loss, ("model", "batch", "key"))
 
 
+def with_key(function: Any) -> Any:
+    """Return `function(model, batch, key)` for a function of a model and a batch, else as it is."""
+    try:
+        arguments = inspect.signature(function, follow_wrapped=False)
+        arguments.bind(None, None)
+    except (TypeError, ValueError):  # it takes another number of them, or does not tell
+        return function
+    try:
+        arguments.bind(None, None, None)
+    except TypeError:
+        return lambda model, batch, key: function(model, batch)
+    return function
+
+
 def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     call = f"{name}({', '.join(wanted)})"
     if not callable(function):

@@ -151,3 +151,14 @@ class Alone:
 
     def unique(self, topic: str) -> str:
         return topic
+
+
+@dataclasses.dataclass
+class ProcessJob:
+    """Memory of the job that `rx.initialize()` joined in this process."""
+
+    job: Job | None = None
+    """The default of `DataParallel(job=)`; None in a process that trains alone."""
+
+
+PROCESS_JOB = ProcessJob()

@@ -166,7 +166,7 @@ def check_processes(mesh: Mesh, job: Job) -> None:
     if job.processes != count:
         raise ConfigError(
             f"JAX runs in {count} processes and the job has {job.processes}; Replicax must check "
-            "that all agree and that none is stuck: pass job=rx.initialize()"
+            "that all agree and that none is stuck: call rx.initialize() first"
         )
     if count == 1:
         return

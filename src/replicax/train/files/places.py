@@ -89,10 +89,10 @@ def make_folder(folder: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, text, at) from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Write the file at `path` atomically: readers see the old or the new contents, never a part.
 
-    The file is on disk when this returns.
+    With `sync` the file is on disk when this returns.
     """
     if is_remote(path):
         with _os_errors(path):
@@ -103,10 +103,12 @@ def write_whole(path: Path, data: bytes) -> None:
         beside.unlink(missing_ok=True)  # it may be a link
         with beside.open("xb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         beside.replace(path)
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

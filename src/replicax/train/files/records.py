@@ -2,10 +2,12 @@
 
 config.json       the configuration and environment of the run
 records.jsonl     one JSON object per line: kind "train", "eval", "noise", "skip" or "restore", ...
+status.json       the newest record of each kind, replaced with each record
 curves.png        updated during training, and at the end
 noise_scale.json  the estimate from the "noise" records, if measured
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -23,6 +25,7 @@ from replicax.text.blocks import Grid, html_of
 from replicax.train.files.places import (
     Lines,
     exists,
+    is_remote,
     make_folder,
     read_bytes,
     refuse_links,
@@ -34,7 +37,8 @@ from replicax.train.files.sealed import sealed
 ISLANDS_KIND = "islands"
 """The kind of records that say which islands joined and left."""
 CONFIG, RECORDS, DAMAGED = "config.json", "records.jsonl", "records-damaged.jsonl"
-_REPLACED = ("curves.png", "noise_scale.json", "best.json", "records.csv", DAMAGED)
+STATUS = "status.json"
+_REPLACED = ("curves.png", "noise_scale.json", "best.json", "records.csv", STATUS, DAMAGED)
 """Files that a run writes anew at its start, its end, or meanwhile."""
 _FOLDERS = ("lease", "checkpoints", "islands", "hlo", "profile")
 HISTORY = "records_sha256"
@@ -187,6 +191,12 @@ class RunFolder:
         line = record.to_json()
         self._lines.append(line)
         self._sha256.update(f"{line}\n".encode())
+
+    def tell(self, status: Mapping[str, Any]) -> None:
+        """Replace `status.json`, on a disk; if that fails, the next record may succeed."""
+        if not is_remote(self.path):
+            with contextlib.suppress(OSError):
+                write_whole(self.path / STATUS, f"{json.dumps(status)}\n".encode(), sync=False)
 
     def take_over(self, records: Sequence[Record], may_write: Callable[[], bool]) -> None:
         """Go on with the file of a process that is gone, from the `records` of this one.

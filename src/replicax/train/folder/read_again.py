@@ -17,6 +17,11 @@ from replicax.errors import ConfigError
 
 _Sums = list[str | None]
 """A checksum for each process; None for one whose rows need not be read to be skipped."""
+HOW_TO_SEED = (
+    "give it generator=torch.Generator() and set loader.set_epoch = loader.generator.manual_seed, "
+    "or use torchdata.stateful_dataloader.StatefulDataLoader"
+)
+"""Code that gives a PyTorch loader which shuffles the same order in every start."""
 ALWAYS = 2
 """Passes that began with the same batch, after which the source is taken to have a fixed order."""
 
@@ -123,9 +128,12 @@ class RereadCheck:
         if (changed := difference(self.last(), checksums(feed.skipped, self._job))) is None:
             return
         what = f"batch {feed.first - 1} of epoch {feed.epoch}"
+        remedy = (
+            HOW_TO_SEED if feed.source.draws_order else "let its order depend only on the epoch"
+        )
         why = (
             "the source has another order or other rows than before, so that some rows are "
-            "repeated and others left out; let its order depend only on the epoch"
+            f"repeated and others left out; {remedy}"
         )
         if feed.source.has_state:
             why = (

@@ -1,13 +1,14 @@
 """The progress display of a run: a live line if possible, else plain lines."""
 
 import importlib
+import json
 import math
 import sys
 import time
 from typing import Any
 
 from replicax.text.blocks import Bar, Paragraph, ReportBlock, Verbatim, html_of
-from replicax.text.streams import Unfailing
+from replicax.text.streams import JsonLines, Unfailing
 from replicax.text.table import for_stream
 from replicax.text.wording import counted, duration
 from replicax.train.dispatched import Dispatched
@@ -76,6 +77,8 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
         return Progress()
     if _in_notebook():
         return NotebookProgress(total_steps, Unfailing(sys.stdout))
+    if isinstance(sys.stdout, JsonLines):
+        return JsonProgress(sys.stdout)
     out = Unfailing(sys.stdout)
     if out.isatty():
         try:
@@ -83,6 +86,22 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
         except ImportError:  # rich is in an extra
             pass
     return PlainProgress(total_steps, out)
+
+
+class JsonProgress(Progress):
+    """Write lines, and all records with their fields, as JSON."""
+
+    def __init__(self, out: JsonLines) -> None:
+        self._out = out
+
+    def line(self, text: str) -> None:
+        self._out.put(line=text)
+
+    status = line
+
+    def record(self, run: Running, record: Record) -> None:
+        super().record(run, record)
+        self._out.put(record=json.loads(record.to_json()), steps=run.total)
 
 
 class PlainProgress(Progress):
@@ -105,6 +124,8 @@ class PlainProgress(Progress):
         if self._started is None:
             self._started, self._first = time.monotonic(), step
         self._step = step
+        if self._total and step > self._total:  # a loader that told of too few
+            self._total = None
 
     def show(self, record: Record) -> None:
         if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:

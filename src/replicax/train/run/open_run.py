@@ -23,6 +23,7 @@ from replicax.train.files.records import plain_config
 from replicax.train.folder.followed_folder import FollowedFolder
 from replicax.train.folder.goodput import Ledger
 from replicax.train.folder.program_fingerprint import program_fingerprint, some_rows
+from replicax.train.folder.read_again import HOW_TO_SEED
 from replicax.train.folder.storage import FolderOptions, Storage
 from replicax.train.folder.written_folder import WrittenFolder
 from replicax.train.hooks.call_sizes import CallSizes, call_sizes
@@ -30,6 +31,7 @@ from replicax.train.hooks.hook import Running
 from replicax.train.run.finished_steps import FinishedSteps
 from replicax.train.run.host_memory import Garbage
 from replicax.train.run.run_parts import RunParts
+from replicax.train.run.run_state import expected_steps
 from replicax.train.run.stopping import Stopping, is_any_open
 from replicax.train.run.stragglers import StepTimes
 from replicax.train.run.summary import Fit, derived, describe, doubts, run_summary
@@ -122,7 +124,12 @@ class OpenRun:
         calls, lines = call_sizes(run, settings.steps_per_call, looks)
         for line in lines:
             parts.say(line)
-        for line in doubts(parts.dp, parts.now.total) if parts.members.speaks else ():
+        found = doubts(parts.dp, parts.now.total)
+        if settings.resumable and parts.now.source.draws_order:
+            found.append(
+                f"the loader draws its order: no start can go on within an epoch; {HOW_TO_SEED}"
+            )
+        for line in found if parts.members.speaks else ():
             parts.alarm(line)
         return calls
 
@@ -284,7 +291,10 @@ class OpenRun:
             failed_hooks=tuple(parts.hooks.failed),
             goodput=self.ledger.summary() if self.folder is not None else None,
         )
-        lines = [*run_summary(result, now.total), *parts.hooks.summary(now.place.step)]
+        lines = [
+            *run_summary(result, expected_steps(now.source, now.epochs, now.total)),
+            *parts.hooks.summary(now.place.step),
+        ]
         if result.goodput is not None and result.saved:
             lines += result.goodput.lines()
         if parts.dp.mode.bitwise:

@@ -1,6 +1,8 @@
 """The parts of a run before it is entered: all that is made of its arguments, and not open."""
 
 import dataclasses
+import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,21 +21,30 @@ from replicax.train.hooks.hook import Hook, Hooks, Running
 from replicax.train.hooks.progress import Progress, open_progress
 from replicax.train.run.evaluator import ONLY_ONCE, Evaluator
 from replicax.train.run.members import Members
-from replicax.train.run.run_state import RunState
+from replicax.train.run.run_state import RunState, expected_steps
 from replicax.train.run.settings import Settings
 from replicax.train.run.step_records import BadSteps, Meter, log_interval
 from replicax.train.run.stopping import Interrupt
 
 
 class RecordsFile(Hook):
-    """Write each record to `records.jsonl`, immediately visible to readers."""
+    """Write each record to `records.jsonl`, immediately visible to readers.
+
+    `status.json` has the newest one of each kind.
+    """
 
     folder: RunFolder | None = None
     """The run's folder, if any; in process 0."""
 
+    def __init__(self) -> None:
+        self._newest: dict[str, Any] = {}
+
     def record(self, run: Running, record: Record) -> None:
         if self.folder is not None:
             self.folder.append(record)
+            self._newest[record.kind] = json.loads(record.to_json())
+            at = {"time": time.time(), "step": record.step, "steps": run.total}
+            self.folder.tell({**at, "epoch": record.epoch, **self._newest})
 
     def rewound(self, run: Running) -> None:
         if self.folder is not None:
@@ -99,12 +110,13 @@ def assemble(
     total = steps
     if epochs is not None and feed.padding is not None:
         total = epochs * len(feed)
+    expected = expected_steps(opened, epochs, total)
 
     def alarm(line: str) -> None:
         print_alarm(line, f"process {job.process}: " if job.processes > 1 else "")
 
     file = RecordsFile()
-    display = open_progress(settings.progress and members.speaks, total)
+    display = open_progress(settings.progress and members.speaks, expected)
     ours = [display, *([] if settings.run_dir is None else [Curves()])]
     called = Hooks([file, *hooks, *ours], run, alarm, [file, *ours])
     steps_on, evaluator = guarded(dp, state, called.wraps), None
@@ -116,7 +128,7 @@ def assemble(
         opened,
         job,
         called,
-        Meter(settings.log_every or log_interval(total)),
+        Meter(settings.log_every or log_interval(expected)),
         BadSteps(guard.max_bad_steps, job, judged(dp, state)),
         evaluator,
         RereadCheck(job, display.line, alarm, accept=settings.accept_changes),

@@ -153,6 +153,13 @@ class RunState:
         given.arrays.clear()  # it is on the devices now
 
 
+def expected_steps(source: Source, epochs: int | None, total: int | None) -> int | None:
+    """Return the steps of a run, if known or told by `len()` of a loader; for figures only."""
+    if total is not None or epochs is None or source.told_batches is None:
+        return total
+    return epochs * source.told_batches
+
+
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
     """Return the next batch of `position.epoch`, counted from 0; derived from rows if known.
 

@@ -168,6 +168,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
         if last != size:
             text += f", the last with {counted(last, 'row')} and {feed.padding} of padding"
         lines.append(text)
+    elif (told := feed.source.told_batches) is not None:
+        lines.append(f"epoch  {counted(told, 'batch')}, as the source's len() says")
     return lines
 
 
