@@ -83,7 +83,7 @@ def clean(subjects: list[Subject], audits: int) -> dict[str, Any]:
     for subject in subjects:
         steps = -(-audits // len(subjects))
         started = time.monotonic()
-        audit = rx.Audit(1)
+        audit = rx.hooks.Audit(1)
         subject.run(steps=steps, hooks=[audit], log_every=1000)
         done[f"{subject.name}, {subject.mode}"] = audit.clean
         print(

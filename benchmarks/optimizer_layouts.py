@@ -26,7 +26,9 @@ HOW = {
     "exact, replicated": ("exact", "replicated"),
 }
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
-    "rx.muon": rx.muon(0.02, {"'(up|down)'": None, "'gates'": (1, 3)}, weight_decay=0.1),
+    "rx.optimizers.muon": rx.optimizers.muon(
+        0.02, {"'(up|down)'": None, "'gates'": (1, 3)}, weight_decay=0.1
+    ),
     "optax.contrib.muon": optax.contrib.muon(0.02),
     "lamb": optax.lamb(0.01),
     "lars": optax.lars(0.01),

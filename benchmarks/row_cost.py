@@ -111,7 +111,7 @@ def measured(subject: Any, rounds: int) -> dict[str, Any]:
         started = time.perf_counter()
         try:
             dp._checks.check(STEP, dp._known.step, state, batch)
-        except rx.LossError:
+        except rx.errors.LossError:
             checks.append(time.perf_counter() - started)
             continue
         checks.append(time.perf_counter() - started)

@@ -67,7 +67,7 @@ class Program:
 
     `closure`: the loss closes over the result of these parts. `parts` are pairs of names, of a gate
     and of a part. `rows` are the sizes of its batches, one for each step. `memory`: how many rows
-    of its state, an `rx.PerRow`, were written; others are 0.
+    of its state, an `rx.ByRow`, were written; others are 0.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -272,7 +272,7 @@ class Program:
                 state = dp.init(self._first_state(model) if self.own else model)
                 for number, rows in enumerate(self.rows):
                     state = self._walked(state, number) if number else state
-                    given = {**self.batch(number, rows), "weight": rx.Shared(float(number > 1))}
+                    given = {**self.batch(number, rows), "weight": rx.Replicated(float(number > 1))}
                     [batch] = dp.feed([given], batch_size=ROWS, prefetch=0)
                     state, means = dp.step(state, batch)
                     params = state.params
@@ -286,13 +286,13 @@ class Program:
     def _replicax_step(self, state: Any, batch: Any, key: Any) -> Any:
         after, means = self.step(state, batch, key, Replicax)
         if "memory" in after:
-            after["memory"] = rx.PerRow(after["memory"])
+            after["memory"] = rx.ByRow(after["memory"])
         return after, dict(means)
 
     def _first_state(self, model: Any) -> Any:
         state = {"model": model, "gradient": jax.tree.map(np.zeros_like, model)}
         if self.memory is not None:
-            state["memory"] = rx.PerRow(jnp.asarray(self.first_memory()))
+            state["memory"] = rx.ByRow(jnp.asarray(self.first_memory()))
         return state
 
     def _walked(self, state: Any, number: int) -> Any:

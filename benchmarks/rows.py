@@ -4,7 +4,7 @@
 
 Each program is built from parts that keep rows apart and, in about half of the programs, one that
 mixes them, with or without care for padding, draws random numbers, or has a backward pass of its
-own: always, by a schedule, a gate, an `rx.Shared`, a branch, a loop, in the gradient only, or a
+own: always, by a schedule, a gate, an `rx.Replicated`, a branch, a loop, in the gradient only, or a
 mask of some rows. It runs in up to four cases (a mode, devices, micro-batches) on a sequence of
 full and short batches, whose later numbers may be unlike those of the first. Means, gradients and
 rows of a state of each step are compared with plain JAX on the real rows. A silent difference is a

@@ -1,6 +1,6 @@
 """Double DQN with prioritised replay: the error of each row decides how often it is drawn again.
 
-The step returns the errors by row (`rx.PerRow`), and the loop gives them to the replay.
+The step returns the errors by row (`rx.ByRow`), and the loop gives them to the replay.
 """
 
 import jax
@@ -63,7 +63,7 @@ def loss(model, batch, key):
     """Weighted squared error of each row; the error itself is returned by row."""
     found = jnp.take_along_axis(values(model, batch["place"]), batch["action"][:, None], axis=1)
     error = found[:, 0] - batch["target"]
-    return batch["weight"] * error**2, {"error": rx.PerRow(error)}
+    return batch["weight"] * error**2, {"error": rx.ByRow(error)}
 
 
 def step(state, batch, key):
@@ -74,7 +74,7 @@ def step(state, batch, key):
     updates, moments = optimizer.update(gradient, state["moments"], state["model"])
     model = optax.apply_updates(state["model"], updates)
     slow = optax.incremental_update(model, state["slow"], SHARE)
-    metrics = {**means, "ahead": rx.mean(ahead), "error": rx.PerRow(of_rows["error"])}
+    metrics = {**means, "ahead": rx.mean(ahead), "error": rx.ByRow(of_rows["error"])}
     return {"model": model, "slow": slow, "moments": moments}, metrics
 
 

@@ -1,6 +1,6 @@
 """An Equinox network with BatchNorm, whose updated state the loss returns.
 
-The network and its state form an `rx.Stateful`, and the loss returns an `rx.Written`.
+The network and its state form an `rx.Stateful`, and the loss returns an `rx.NewState`.
 """
 
 import equinox as eqx
@@ -46,7 +46,7 @@ def loss(model, batch, key):
     network = jax.vmap(model.model, in_axes=(0, None), out_axes=(0, None), axis_name="rows")
     logits, state = network(batch["x"], model.state)
     right = {"accuracy": jnp.float32((logits > 0) == (batch["y"] > 0))}
-    return rx.Written((optax.sigmoid_binary_cross_entropy(logits, batch["y"]), right), state)
+    return rx.NewState((optax.sigmoid_binary_cross_entropy(logits, batch["y"]), right), state)
 
 
 def optimizer():

@@ -1,7 +1,7 @@
 """Metrics that are no means: AUC, F1 and perplexity of all rows, on any number of devices.
 
 F1 and perplexity are objects with `merge` and `compute`, as those of clu, metrax and `nnx.metrics`
-are. AUC needs all scores at once: `rx.AllRows` calls any function of NumPy arrays with them, such
+are. AUC needs all scores at once: `rx.HostMetric` calls any function of NumPy arrays with them, such
 as `sklearn.metrics.roc_auc_score`.
 """
 
@@ -86,7 +86,7 @@ def loss(model, batch, key):
     nats = optax.sigmoid_binary_cross_entropy(score, label)
     real = rx.row_weights(score)  # 0 for padding, which counts nowhere
     return nats, {
-        "auc": rx.AllRows(auc, score, label),
+        "auc": rx.HostMetric(auc, score, label),
         "f1": F1.of(score > 0, label, real),
         "perplexity": Perplexity(real @ nats, jnp.sum(real)),
     }

@@ -1,6 +1,6 @@
 """A physics-informed network: Poisson's equation inside a square, and zero on its boundary.
 
-The two sets of points have different sizes: each is an `rx.RowSet` of the batch.
+The two sets of points have different sizes: each is an `rx.ExtraRows` of the batch.
 """
 
 import jax
@@ -21,7 +21,7 @@ def points(number, inside=INSIDE, boundary=BOUNDARY):
     edge, side = random.uniform(size=(boundary, 2)), random.integers(4, size=boundary)
     edge[np.arange(boundary), side // 2] = side % 2
     sets = {"inside": random.uniform(size=(inside, 2)), "boundary": edge}
-    return {name: rx.RowSet(x.astype(np.float32)) for name, x in sets.items()}
+    return {name: rx.ExtraRows(x.astype(np.float32)) for name, x in sets.items()}
 
 
 def state():

@@ -1,6 +1,6 @@
 """Truncated backpropagation through time: the hidden state of each stream goes on in the next step.
 
-`rx.PerRow` marks it in the state; in the step it has the rows of the batch.
+`rx.ByRow` marks it in the state; in the step it has the rows of the batch.
 """
 
 import jax
@@ -40,7 +40,7 @@ def state():
         "hidden": jax.random.normal(keys[1], (WIDTH, WIDTH)) / WIDTH**0.5,
         "out": jax.random.normal(keys[2], (WIDTH, len(LETTERS))) / WIDTH**0.5,
     }
-    hidden = rx.PerRow(jnp.zeros((BATCH, WIDTH)))
+    hidden = rx.ByRow(jnp.zeros((BATCH, WIDTH)))
     return {"model": model, "moments": optimizer.init(model), "hidden": hidden}
 
 
@@ -54,7 +54,7 @@ def loss(model, batch, key):
     seen, following = batch["letters"][:, :-1], batch["letters"][:, 1:]
     hidden, logits = jax.lax.scan(read, batch["hidden"], seen.T)
     found = optax.softmax_cross_entropy_with_integer_labels(logits, following.T)
-    return found.T, {"hidden": rx.PerRow(hidden)}
+    return found.T, {"hidden": rx.ByRow(hidden)}
 
 
 def step(state, batch, key):
@@ -63,7 +63,7 @@ def step(state, batch, key):
     means, gradient, of_rows = rx.value_and_grad(loss, rows=True)(state["model"], seen, key)
     updates, moments = optimizer.update(gradient, state["moments"], state["model"])
     model = optax.apply_updates(state["model"], updates)
-    hidden = rx.PerRow(of_rows["hidden"])
+    hidden = rx.ByRow(of_rows["hidden"])
     return {"model": model, "moments": moments, "hidden": hidden}, {"loss": means["loss"]}
 
 

@@ -26,7 +26,10 @@ CONFIG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "fit(x, y)": (lambda dp, state: rx.fit(dp, state, *XY, epochs=1), "one dict"),
     "fit(feed)": (lambda dp, state: fit(dp, state, dp.feed(ROWS, 8)), "Feed"),
     "guard=5": (lambda dp, state: fit(dp, state, guard=5), "rx.Guard(max_bad_steps="),
-    "a class as hook": (lambda dp, state: fit(dp, state, hooks=[rx.EarlyStopping]), "Stopping()"),
+    "a class as hook": (
+        lambda dp, state: fit(dp, state, hooks=[rx.hooks.EarlyStopping]),
+        "Stopping()",
+    ),
     "step(state)": (lambda dp, state: dp.step(state), "dp.step(state, batch)"),
     "step(x, y)": (lambda dp, state: dp.step(state, *XY), "(TrainState, ndarray, ndarray)"),
     "step(key)": (lambda dp, state: dp.step(state, ROWS, KEY), "dp.step(state, batch)"),
@@ -154,8 +157,8 @@ OF_OTHERS = {
         "model=1": "state=dp.init(model)",
         "save_steps=9": "saving=rx.Saving(every=9)",
         "checkpoint_every=5": "saving=rx.Saving(every=5)",
-        "logger='wandb'": "hooks=[rx.WandB",
-        "loggers=[rx.CSV(), 'mlflow']": "hooks=[rx.CSV(), rx.MLflow",
+        "logger='wandb'": "hooks=[rx.hooks.WandB",
+        "loggers=[rx.hooks.CSV(), 'mlflow']": "hooks=[rx.hooks.CSV(), rx.hooks.MLflow",
         "val_dataloaders=[]": "eval_source=...",
         "resume_from_checkpoint='x'": "run_dir=",
         "lr=0.1": "DataParallel(loss, optimizer=optax.adam(0.1))",
@@ -192,7 +195,7 @@ OF_OTHERS = {
 
 MADE = {"Batch", "Job", "Mode", "Reduction", "TrainState", "GradientNorm", "DeviceMemory"}
 """Protocols, what a user does not make, and hooks that take no arguments at all."""
-OPEN = {"Feed", "Hook", "Logger", "AllRows", "Merged", "WandB", "Trackio", "Comet"}
+OPEN = {"Feed", "Hook", "Logger", "HostMetric", "Merged", "WandB", "Trackio", "Comet"}
 """Returned, to inherit from, or with arguments of any name, which are those of others."""
 CALLS = [
     name

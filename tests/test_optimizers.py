@@ -1,4 +1,4 @@
-"""Optimizers by matrix: `rx.muon` has the numbers of optax, wherever the owner of a matrix is."""
+"""Optimizers by matrix: `rx.optimizers.muon` has the numbers of optax, wherever the owner of a matrix is."""
 
 import hashlib
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def source() -> Any:
 
 
 def optimizer(rate: Any = 0.02, **given: Any) -> Any:
-    return rx.muon(rate, MATRICES, weight_decay=0.1, **given)
+    return rx.optimizers.muon(rate, MATRICES, weight_decay=0.1, **given)
 
 
 def apart(tree: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_each_matrix_has_the_bits_that_optax_gives_it_by_itself(given: Any) -> N
 def test_any_number_of_matrices_of_any_dtype(count: int) -> None:
     params = {"w": jnp.ones((count, 4, 8), jnp.bfloat16)}
     gradient = {"w": jnp.asarray(normals(0)(count, 4, 8))}
-    ours, theirs = rx.muon(0.1, "w"), optax.contrib.muon(0.1)
+    ours, theirs = rx.optimizers.muon(0.1, "w"), optax.contrib.muon(0.1)
     updates, _ = ours.update(gradient, ours.init(params), params)
     for at in range(count):
         one = params["w"][at]
@@ -127,7 +127,7 @@ def test_a_state_is_that_of_the_shape_of_its_matrix() -> None:
         lambda gradient, state, params=None: (gradient * state, state),
     )
     params = {"a": jnp.ones((2, 4)), "b": jnp.ones((4, 2))}
-    optimizer = rx.by_matrix(first, ["a", "b"], rest=optax.sgd(0.1))
+    optimizer = rx.optimizers.by_matrix(first, ["a", "b"], rest=optax.sgd(0.1))
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     assert (updates["a"] == 2).all()
     assert (updates["b"] == 4).all()
@@ -257,7 +257,7 @@ def shampoo(rate: float) -> optax.GradientTransformation:
     [("jit", "zero1", 4), ("jit", "fsdp", 2), ("shard_map", "zero1", 8), ("exact", "zero1", 2)],
 )
 def test_an_optimizer_of_ones_own_has_whole_matrices(mode: str, layout: str, devices: int) -> None:
-    given = rx.by_matrix(shampoo(0.02), MATRICES, rest=optax.adamw(0.02))
+    given = rx.optimizers.by_matrix(shampoo(0.02), MATRICES, rest=optax.adamw(0.02))
     one, _ = trained(1, "single", "replicated", optimizer=given)
     several, _ = trained(devices, mode, layout, optimizer=given)
     for path, leaf in by_path(one).items():
@@ -283,7 +283,7 @@ def step_of(devices: int, layout: str, optimizer: Any = None) -> CompiledStep:
     shapes = {"up": (8, 8, 16), "down": (8, 16, 8), "gates": (8, 8, 2, 8), "bias": (8, 8)}
     wide["blocks"] = {name: draw(*shape) for name, shape in shapes.items()}
     stacks = {regex: dims for regex, dims in MATRICES.items() if "odd" not in regex}
-    given = optimizer or rx.muon(0.02, stacks, weight_decay=0.1)
+    given = optimizer or rx.optimizers.muon(0.02, stacks, weight_decay=0.1)
     dp = parallel(loss, given, devices=devices, mode="shard_map", layout=layout)
     state, batch = dp.init(wide), next(iter(dp.feed(source(), batch_size=16)))
     [compiled] = dp.program(state).step.compiled(state, batch)
@@ -373,23 +373,23 @@ def test_stacks_of_vectors_and_what_is_called_bias_are_no_matrices() -> None:
     ],
 )
 def test_what_is_no_hidden_matrix_is_refused(matrices: Any, parts: list[Any]) -> None:
-    with refused(rx.ConfigError, *parts) as caught:
-        parallel(loss, rx.muon(0.1, matrices)).init(model())
+    with refused(rx.errors.ConfigError, *parts) as caught:
+        parallel(loss, rx.optimizers.muon(0.1, matrices)).init(model())
     assert "update(" not in str(caught.value)  # it is no error of an unknown optimizer
 
 
 def test_owners_that_devices_cannot_share_are_refused() -> None:
-    with refused(rx.ConfigError, 6, "zero1", 4):
+    with refused(rx.errors.ConfigError, 6, "zero1", 4):
         parallel(loss, optimizer(owners=6), layout="zero1").init(model())
-    with refused(rx.ConfigError, "owners=0"):
+    with refused(rx.errors.ConfigError, "owners=0"):
         optimizer(owners=0)
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    rx.by_matrix(optax.sgd(0.1), "up", rest=optax.MultiSteps(optax.sgd(0.1), 2))  # type: ignore[arg-type]
-    with refused(rx.ConfigError, "transform"):
-        rx.by_matrix(optax.sgd, "up", rest=optax.sgd(0.1))  # type: ignore[arg-type]
-    with refused(rx.ConfigError, "adam_learning_rate"):
+    rx.optimizers.by_matrix(optax.sgd(0.1), "up", rest=optax.MultiSteps(optax.sgd(0.1), 2))  # type: ignore[arg-type]
+    with refused(rx.errors.ConfigError, "transform"):
+        rx.optimizers.by_matrix(optax.sgd, "up", rest=optax.sgd(0.1))  # type: ignore[arg-type]
+    with refused(rx.errors.ConfigError, "adam_learning_rate"):
         optimizer(adam_learning_rate=0.1)
 
 

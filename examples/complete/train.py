@@ -52,7 +52,7 @@ class Net(nnx.Module):
 def loss(model, batch, key):
     logits = model(batch["x"])
     values = optax.sigmoid_binary_cross_entropy(logits, batch["fraud"])
-    return values, {"auc": rx.AllRows(roc_auc_score, batch["fraud"] > 0.5, logits)}
+    return values, {"auc": rx.HostMetric(roc_auc_score, batch["fraud"] > 0.5, logits)}
 
 
 def main(run_dir):
@@ -69,7 +69,7 @@ def main(run_dir):
         epochs=EPOCHS,
         run_dir=run_dir,
         saving=rx.Saving(every=10),
-        hooks=[rx.WandB("fraud", mode="offline"), rx.KeepBest("auc")],
+        hooks=[rx.hooks.WandB("fraud", mode="offline"), rx.hooks.KeepBest("auc")],
     )
     print(f"AUC {result.metrics['auc']:.3f}")
 

@@ -121,7 +121,7 @@ class IslandLeftError(ReplicaxError, RuntimeError):
     Examples:
         >>> try:
         ...     result = rx.fit(dp, state, source, batch_size=32, epochs=1)
-        ... except rx.IslandLeftError as error:
+        ... except rx.errors.IslandLeftError as error:
         ...     sys.exit(error.exit_code)
     """
 

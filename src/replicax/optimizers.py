@@ -41,7 +41,7 @@ def by_matrix(
     Examples:
         >>> one = optax.contrib.scale_by_muon(ns_steps=3)
         >>> hidden = optax.chain(one, optax.scale_by_learning_rate(0.02))
-        >>> optimizer = rx.by_matrix(hidden, r"\['kernel'\]", rest=optax.adamw(3e-4))
+        >>> optimizer = rx.optimizers.by_matrix(hidden, r"\['kernel'\]", rest=optax.adamw(3e-4))
 
     Args:
         transform: an optimizer of one array `[rows, columns]`.
@@ -106,11 +106,11 @@ def muon(
     biases to Muon.)
 
     Examples:
-        >>> optimizer = rx.muon(0.02, r"\['blocks'\].*kernel", rest=optax.adamw(3e-4))
+        >>> optimizer = rx.optimizers.muon(0.02, r"\['blocks'\].*kernel", rest=optax.adamw(3e-4))
 
     Args:
         learning_rate: of the matrices, and of `rest` unless it is given.
-        matrices: as in `rx.by_matrix`.
+        matrices: as in `rx.optimizers.by_matrix`.
         rest: the optimizer of the other parameters; by default that of `optax.contrib.muon`,
             `optax.adamw` with this learning rate, `nesterov` and no weight decay.
         weight_decay: of the matrices, times the learning rate.
@@ -124,10 +124,10 @@ def muon(
         consistent_rms: scale them by `consistent_rms * sqrt(max(rows, columns))`, such as 0.2,
             instead of `sqrt(max(1, columns / rows))`.
         mu_dtype: of the momentum; by default that of the parameters.
-        owners: as in `rx.by_matrix`.
+        owners: as in `rx.optimizers.by_matrix`.
 
     Raises:
-        ConfigError: as `rx.by_matrix`.
+        ConfigError: as `rx.optimizers.by_matrix`.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """

@@ -134,7 +134,7 @@ def test_any_file_is_read_or_is_one_line(tmp_path: Path, text: bytes) -> None:
     said = ""
     try:
         read_toml(path, "mlp", MLP, TrainOptions)
-    except rx.ConfigError as error:
+    except rx.errors.ConfigError as error:
         said = str(error)
     assert "\n" not in said
 

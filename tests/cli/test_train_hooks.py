@@ -93,10 +93,10 @@ def test_the_hooks_of_flags_in_their_order() -> None:
     )
     best, stopping, *loggers = options.hooks()
     assert (best.name, stopping.name) == ("KeepBest(accuracy)", "EarlyStopping(dev/loss)")
-    assert [type(each) for each in loggers] == [rx.WandB, rx.CSV]
+    assert [type(each) for each in loggers] == [rx.hooks.WandB, rx.hooks.CSV]
     assert vars(stopping)["_patience"] == 4
     (three,) = TrainOptions(eval=EvalOptions(early_stopping="loss")).hooks()
-    assert vars(three)["_patience"] == vars(rx.EarlyStopping())["_patience"]
+    assert vars(three)["_patience"] == vars(rx.hooks.EarlyStopping())["_patience"]
 
 
 @pytest.fixture

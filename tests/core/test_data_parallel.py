@@ -182,7 +182,7 @@ def test_step_runs_what_lower_compiled_and_the_state_may_be_of_another_mode(mode
 )
 def test_arguments_that_cannot_work_are_refused(options: Any, says: str) -> None:
     for build in (make, make().replace):
-        with pytest.raises(rx.ConfigError) as caught:
+        with pytest.raises(rx.errors.ConfigError) as caught:
             build(**options)
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -190,7 +190,7 @@ def test_arguments_that_cannot_work_are_refused(options: Any, says: str) -> None
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
-    with pytest.raises(rx.ConfigError, match=rf"seed={seed}; .*(least 0|most)"):
+    with pytest.raises(rx.errors.ConfigError, match=rf"seed={seed}; .*(least 0|most)"):
         make().init(MODEL, seed=seed)
 
 

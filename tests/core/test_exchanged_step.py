@@ -139,7 +139,7 @@ def test_each_part_draws_its_own_random_numbers() -> None:
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_own_steps_need_mode_exact(mode: str) -> None:
     dp = rx.DataParallel(step=own_step, mode=mode, job=SimulatedIslands(2))
-    with pytest.raises(rx.ConfigError, match="exact"):
+    with pytest.raises(rx.errors.ConfigError, match="exact"):
         dp.init(PLAIN.model())
 
 
@@ -151,13 +151,13 @@ def test_rows_that_mix_across_parts_are_refused() -> None:
     mesh = rx.make_mesh(devices=jax.devices()[:1])
     dp = rx.DataParallel(centred, optax.sgd(0.1), mesh=mesh, job=SimulatedIslands(2))
     state = dp.init(PLAIN.model())
-    with pytest.raises(rx.LossError):
+    with pytest.raises(rx.errors.LossError):
         dp.step(state, next(iter(dp.feed(FULL, PLAIN.batch))))
 
 
 def test_parts_are_a_power_of_two() -> None:
     dp = rx.DataParallel(plain, optax.sgd(0.1), mode="jit", micro_shards=6, job=SimulatedIslands(2))
-    with pytest.raises(rx.ConfigError, match="8"):
+    with pytest.raises(rx.errors.ConfigError, match="8"):
         dp.init(PLAIN.model())
 
 
@@ -174,5 +174,5 @@ def test_state_of_a_reduction_is_refused() -> None:
     dp = rx.DataParallel(
         plain, optax.sgd(0.1), mode="shard_map", reduction=Feedback(), job=SimulatedIslands(2)
     )
-    with pytest.raises(rx.ConfigError, match="float32"):
+    with pytest.raises(rx.errors.ConfigError, match="float32"):
         dp.init(PLAIN.model())

@@ -159,7 +159,7 @@ def rank(model: Any, batch: Any, key: Any) -> Any:
 def test_rows_that_mix_are_refused_where_not_all_are_seen(function: Any) -> None:
     for dp, rows in ((parallel(), 32), (parallel("jit", 4), 33)):
         batches = dp.feed({name: leaf[:rows] for name, leaf in DATA.items()}, 16)
-        with pytest.raises(rx.LossError, match="prediction"):
+        with pytest.raises(rx.errors.LossError, match="prediction"):
             dp.predict(dp.init(MODEL), batches, function)
     one = parallel("jit", 1)
     found = one.predict(one.init(MODEL), one.feed(DATA, 16), function)  # 4 of 16 rows at the end
@@ -174,7 +174,7 @@ def test_rows_of_different_shapes_are_refused_by_name() -> None:
         (lambda m, b, k: {"a": b["x"]}, [r"\['a'\]", r"\[4\]", r"\[5\]"]),
         (lambda m, b, k: {str(b["x"].shape[1]): b["x"][:, 0]}, [r"\['4'\]", "missing"]),
     ):
-        with pytest.raises(rx.LossError, match=".*".join(words)):
+        with pytest.raises(rx.errors.LossError, match=".*".join(words)):
             dp.predict(dp.init(MODEL), batches, function)
 
 
@@ -195,23 +195,23 @@ def drawn(model: Any, batch: Any, key: Any) -> Any:
     ],
 )
 def test_what_is_no_prediction(function: Any, said: str, mode: str) -> None:
-    with pytest.raises(rx.LossError, match=said) as caught:
+    with pytest.raises(rx.errors.LossError, match=said) as caught:
         predicted(function, parallel(mode))
     assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_predicted_with() -> None:
     dp, feed = parallel(), parallel().feed(DATA, BATCH)
-    with pytest.raises(rx.StateError, match="init"):
+    with pytest.raises(rx.errors.StateError, match="init"):
         dp.predict(None, feed, several)  # type: ignore[arg-type]
     state = dp.init(MODEL)
-    with pytest.raises(rx.ConfigError, match=r"^predict .*0 batches"):
+    with pytest.raises(rx.errors.ConfigError, match=r"^predict .*0 batches"):
         dp.predict(state, [], several)
-    with pytest.raises(rx.ConfigError, match=r"predict\(state, source"):
+    with pytest.raises(rx.errors.ConfigError, match=r"predict\(state, source"):
         dp.predict(state, feed, "several")  # type: ignore[arg-type]
-    with pytest.raises(rx.StateError, match=r"state\b.*\bdict\b"):
+    with pytest.raises(rx.errors.StateError, match=r"state\b.*\bdict\b"):
         dp.predict(MODEL, feed, several)  # type: ignore[arg-type]
-    with pytest.raises(rx.ConfigError, match=r"1 sources \(all\)"):
+    with pytest.raises(rx.errors.ConfigError, match=r"1 sources \(all\)"):
         dp.predict(state, {"all": feed}, several)
 
 
@@ -220,9 +220,9 @@ def test_a_state_that_a_step_consumed(ema: bool) -> None:
     dp = parallel(ema=0.5)
     state = dp.init(MODEL)
     dp.step(state, next(iter(dp.feed(DATA, BATCH))))
-    with pytest.raises(rx.StateError, match="donate"):
+    with pytest.raises(rx.errors.StateError, match="donate"):
         dp.predict(state, dp.feed(DATA, BATCH), several, ema=ema)
-    with pytest.raises(rx.StateError, match="donate"):
+    with pytest.raises(rx.errors.StateError, match="donate"):
         dp.evaluate(state, dp.feed(DATA, BATCH), ema=ema)
 
 
@@ -244,7 +244,7 @@ def grain_rows() -> Any:
 SOURCES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "rows": (lambda dp: DATA, {}),
     "rows that are cut": (lambda dp: DATA, {"batch_size": 16}),
-    "own rows": (lambda dp: rx.PerProcess(DATA), {"batch_size": 16}),
+    "own rows": (lambda dp: rx.ProcessLocal(DATA), {"batch_size": 16}),
     "mapping": (lambda dp: UserDict(DATA), {"batch_size": 16}),
     "grain": (lambda dp: grain_rows(), {"batch_size": 16}),
     "loader": (lambda dp: Loader(), {}),
@@ -274,12 +274,12 @@ def test_evaluation_and_prediction_take_what_a_feed_takes() -> None:
 def test_sources_that_must_be_cut_or_are_cut_already() -> None:
     dp = parallel()
     state = dp.init(MODEL)
-    for source in (grain_rows(), rx.PerProcess(DATA)):
-        with pytest.raises(rx.ConfigError, match="batch_size="):
+    for source in (grain_rows(), rx.ProcessLocal(DATA)):
+        with pytest.raises(rx.errors.ConfigError, match="batch_size="):
             dp.evaluate(state, source)
-    with pytest.raises(rx.ConfigError, match="Feed"):
+    with pytest.raises(rx.errors.ConfigError, match="Feed"):
         dp.evaluate(state, dp.feed(DATA, BATCH), batch_size=8)
-    with pytest.raises(rx.DataError, match="str"):
+    with pytest.raises(rx.errors.DataError, match="str"):
         dp.evaluate(state, "rows.npz")
 
 
@@ -335,12 +335,12 @@ def test_a_loss_without_a_hash_is_known_again() -> None:
 @pytest.mark.parametrize(
     ("other", "mode", "error", "said"),
     [
-        (lambda m, b, k: jnp.mean(b["y"]), "jit", rx.LossError, "padding"),
-        (lambda m, b, k: b["y"] - b["y"].mean(), "shard_map", rx.LossError, "rows"),
-        (lambda m, b, k: b["number"], "jit", rx.LossError, "int32"),
+        (lambda m, b, k: jnp.mean(b["y"]), "jit", rx.errors.LossError, "padding"),
+        (lambda m, b, k: b["y"] - b["y"].mean(), "shard_map", rx.errors.LossError, "rows"),
+        (lambda m, b, k: b["number"], "jit", rx.errors.LossError, "int32"),
         (drawn, "jit", TypeError, "NoneType"),
-        (lambda m, b: b["y"], "jit", rx.ConfigError, "loss"),
-        ("loss", "jit", rx.ConfigError, "loss"),
+        (lambda m, b: b["y"], "jit", rx.errors.ConfigError, "loss"),
+        ("loss", "jit", rx.errors.ConfigError, "loss"),
     ],
 )
 def test_another_loss_is_looked_at_as_the_first_is(

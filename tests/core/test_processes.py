@@ -170,5 +170,5 @@ def test_rows_of_one_process_are_no_batch_of_all() -> None:
         assert ended.code == 0, ended.err
         lines = [line for line in ended.out.splitlines() if "[Gloo]" not in line]
         rows = " ".join(str(row) for row in range(process, 32, 2))
-        more = [f"index {rows}", "same job True", "set of rows an rx.RowSet of 3 rows"]
+        more = [f"index {rows}", "same job True", "set of rows an rx.ExtraRows of 3 rows"]
         assert lines == [*wanted, *more]

@@ -140,12 +140,12 @@ def test_a_state_that_cannot_be_used_says_what_differs(what: str) -> None:
         lambda dp: dp.evaluate(state, ROWS),
         lambda dp: rx.fit(dp, state, ROWS, batch_size=8, steps=1, progress=False),
     ):
-        with pytest.raises(rx.StateError, match=rf"the {what} differs") as caught:
+        with pytest.raises(rx.errors.StateError, match=rf"the {what} differs") as caught:
             call(make(**OTHERS[what]))
         assert "\n" not in str(caught.value)
     dp = make()
     dp.init({"w": jnp.ones(4)})
-    with pytest.raises(rx.StateError, match=r"\.params\['w'\].*\bmodel\b"):
+    with pytest.raises(rx.errors.StateError, match=r"\.params\['w'\].*\bmodel\b"):
         dp.step(state, ROWS)
     assert int(make().step(state, ROWS)[0].step) == 2
 
@@ -178,9 +178,9 @@ def test_a_state_that_was_pickled_or_saved_by_orbax_is_one_of_the_known_model(
     again = pickle.loads(pickle.dumps(state))
     near(again.params, state.params)
     assert dp.evaluate(again, ROWS) == dp.evaluate(state, ROWS)
-    with pytest.raises(rx.StateError, match=r"dp\.abstract_state\(model\)"):
+    with pytest.raises(rx.errors.StateError, match=r"dp\.abstract_state\(model\)"):
         make().step(again, ROWS)
-    with pytest.raises(rx.StateError, match=r"dp\.abstract_state\(model\)"):
+    with pytest.raises(rx.errors.StateError, match=r"dp\.abstract_state\(model\)"):
         make().abstract_state()
     other = make(layout="fsdp")
     other.place(state)
@@ -194,13 +194,13 @@ def test_a_state_that_was_pickled_or_saved_by_orbax_is_one_of_the_known_model(
 def test_rows_of_a_state_are_those_of_another_number_of_devices() -> None:
     def step(state: Any, batch: Any, key: Any) -> Any:
         seen = state["seen"].value + batch["x"][:, 0]
-        return {"seen": rx.PerRow(seen)}, {"loss": rx.mean(seen)}
+        return {"seen": rx.ByRow(seen)}, {"loss": rx.mean(seen)}
 
     rows = {"x": ROWS["x"][:12]}
     dp, six = (parallel(step=step, devices=devices) for devices in (4, 6))
-    state, _ = dp.step(dp.init({"seen": rx.PerRow(jnp.zeros(12))}), rows)
+    state, _ = dp.step(dp.init({"seen": rx.ByRow(jnp.zeros(12))}), rows)
     np.testing.assert_allclose(six.model(state)["seen"].value, rows["x"][:, 0], rtol=1e-6)
     state, metrics = six.step(state, rows)
     assert float(metrics["loss"]) == pytest.approx(2 * rows["x"][:, 0].mean(), rel=1e-5)
-    with pytest.raises(rx.StateError, match="16"):  # of 8 devices, with 4 rows of padding
+    with pytest.raises(rx.errors.StateError, match="16"):  # of 8 devices, with 4 rows of padding
         rx.DataParallel(step=step).step(state, rows)

@@ -114,8 +114,8 @@ def test_shared_values_and_accumulation() -> None:
         return jnp.clip(batch["x"] @ model["w"] - batch["y"], -batch["c"], batch["c"]) ** 2
 
     dp, state = made("shard_map", loss=clipped, accumulate=2)
-    wanted = one_by_one(dp, state, [{**each, "c": rx.Shared(0.5)} for each in slices(STACK)])
-    assert_alike(dp.steps(state, {**STACK, "c": rx.Shared(0.5)}), wanted, 1e-6)
+    wanted = one_by_one(dp, state, [{**each, "c": rx.Replicated(0.5)} for each in slices(STACK)])
+    assert_alike(dp.steps(state, {**STACK, "c": rx.Replicated(0.5)}), wanted, 1e-6)
 
 
 @pytest.mark.parametrize("mode", ONE_PROGRAM)
@@ -161,7 +161,7 @@ def _scaled(state: rx.TrainState, scale: jax.Array) -> rx.TrainState:
 def test_rows_that_leave_a_step_are_those_of_all_steps() -> None:
     def by_row(model: Any, batch: Any, key: Any) -> Any:
         error = batch["x"] @ model["w"] - batch["y"]
-        return error**2, {"error": rx.PerRow(error)}
+        return error**2, {"error": rx.ByRow(error)}
 
     dp, state = made("jit", loss=by_row, optimizer=optax.sgd(0.0))
     [batches] = dp.feed(SOURCE, BATCH, stack=3)
@@ -186,9 +186,9 @@ def test_a_custom_step_may_be_repeated() -> None:
 def test_rows_that_mix_are_refused_inside_a_program() -> None:
     dp, state = made("shard_map", loss=centred)
     for run in (jax.jit(dp.step), dp.step):
-        with pytest.raises(rx.LossError, match=r"rx\.gather"):
+        with pytest.raises(rx.errors.LossError, match=r"rx\.gather"):
             run(state, slices(STACK)[0])
-    with pytest.raises(rx.LossError, match=r"rx\.gather"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.gather"):
         dp.steps(state, STACK)
 
 
@@ -196,7 +196,7 @@ def test_batches_whose_padding_is_unknown() -> None:
     """A program of the caller's does not know how many rows of a feed's batch are real."""
     dp, state = made("jit", 2, loss=centred)
     batch = next(iter(dp.feed(SOURCE, BATCH)))
-    with pytest.raises(rx.LossError, match="padded rows"):
+    with pytest.raises(rx.errors.LossError, match="padded rows"):
         jax.jit(dp.step)(state, batch)
     after, _ = jax.jit(dp.step)(state, batch.data)
     np.testing.assert_allclose(after.params["w"], dp.step(state, batch)[0].params["w"], rtol=1e-6)
@@ -213,22 +213,34 @@ def test_a_short_batch_that_is_computed_without_padding() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda dp, state: dp.steps(state, []), rx.DataError, "0 steps"),
-        (lambda dp, state: dp.steps(state, {"x": np.ones(3)}), rx.DataError, r"\[steps, rows\]"),
+        (lambda dp, state: dp.steps(state, []), rx.errors.DataError, "0 steps"),
+        (
+            lambda dp, state: dp.steps(state, {"x": np.ones(3)}),
+            rx.errors.DataError,
+            r"\[steps, rows\]",
+        ),
         (
             lambda dp, state: dp.steps(
                 state, {"x": np.ones((2, 32, 3)), "y": np.ones((3, 32), np.float32)}
             ),
-            rx.DataError,
+            rx.errors.DataError,
             r"\(2, 32\), \(3, 32\)",
         ),
         (
-            lambda dp, state: dp.steps(state, [{**SOURCE, "set": rx.RowSet(SOURCE)}]),
-            rx.ConfigError,
-            "RowSet",
+            lambda dp, state: dp.steps(state, [{**SOURCE, "set": rx.ExtraRows(SOURCE)}]),
+            rx.errors.ConfigError,
+            "ExtraRows",
         ),
-        (lambda dp, state: dp.steps(state, state), rx.StateError, "the batch is an rx.TrainState"),
-        (lambda dp, state: jax.jit(dp.evaluate)(state, [STACK]), rx.StateError, "only dp.step"),
+        (
+            lambda dp, state: dp.steps(state, state),
+            rx.errors.StateError,
+            "the batch is an rx.TrainState",
+        ),
+        (
+            lambda dp, state: jax.jit(dp.evaluate)(state, [STACK]),
+            rx.errors.StateError,
+            "only dp.step",
+        ),
     ],
 )
 def test_bad_calls(call: Any, error: Any, said: str) -> None:
@@ -238,5 +250,5 @@ def test_bad_calls(call: Any, error: Any, said: str) -> None:
 
 def test_a_mode_of_several_programs_is_refused_inside_a_program() -> None:
     dp, state = made("exact")
-    with pytest.raises(rx.ConfigError, match=r"dp\.steps"):
+    with pytest.raises(rx.errors.ConfigError, match=r"dp\.steps"):
         jax.jit(dp.step)(state, slices(STACK)[0])

@@ -21,7 +21,7 @@ from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.messages import Have
 
-Shared = list[list[np.ndarray]]
+Replicated = list[list[np.ndarray]]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def arrays(island: int) -> list[np.ndarray]:
     ]
 
 
-def assert_from(islands: Sequence[int], found: Shared) -> None:
+def assert_from(islands: Sequence[int], found: Replicated) -> None:
     assert len(found) == len(islands)
     for island, each in zip(islands, found, strict=True):
         assert [(a.dtype, a.shape, a.tobytes()) for a in each] == [
@@ -173,7 +173,7 @@ def test_what_is_sent_in_the_background_comes_before_what_follows(threads: Threa
     islands = Islands(threads, 3)
     late = threading.Event()
 
-    def go(job: IslandJob) -> tuple[Shared, list[Any], Shared]:
+    def go(job: IslandJob) -> tuple[Replicated, list[Any], Replicated]:
         if job.island == 1:
             late.wait(20.0)
         later = job.share(arrays(job.island), later=True)

@@ -53,7 +53,7 @@ def test_matrices_without_an_owner_are_updated_on_each_device() -> None:
         given = {"target": "h100:8", "by_formula": True, "changes": {}}
         return rx.plan(dp, MODEL, rows(64), **given).speed.flops
 
-    muon, plain = rx.muon(0.1, "first|second"), flops(optax.sgd(0.1), "replicated")
+    muon, plain = rx.optimizers.muon(0.1, "first|second"), flops(optax.sgd(0.1), "replicated")
     repeated, owned = flops(muon, "replicated") - plain, flops(muon, "zero1") - plain
     assert repeated == 8 * owned > 0
     assert flops(optax.contrib.muon(0.1), "zero1") - plain == owned  # one of eight slots is used

@@ -64,9 +64,9 @@ class Subject:
         self.leaves = leaf_names(state)
         self._bytes = [part_bytes(leaf) for leaf in jax.tree.leaves(state)]
 
-    def run(self, **options: Any) -> rx.Fit:
+    def run(self, **options: Any) -> rx.types.Fit:
         """A run from the start."""
-        options = {"steps": STEPS, "hooks": [rx.Audit(AUDIT_EVERY)], **options}
+        options = {"steps": STEPS, "hooks": [rx.hooks.Audit(AUDIT_EVERY)], **options}
         return rx.fit(
             self.dp,
             self._start.restore(),

@@ -54,7 +54,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
     both.update(logits=score, labels=jnp.int32(label), nats=nats, mask=real)
     return nats, {
         "f1": F1.of(score, label, real),
-        "auc": rx.AllRows(auc, score, label),
+        "auc": rx.HostMetric(auc, score, label),
         "both": both,
         "size": jnp.abs(score),
     }
@@ -80,7 +80,7 @@ def values(metrics: dict[str, Any]) -> dict[str, float]:
     """Return what a step's metrics compute."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
-        each = value.compute() if isinstance(value, rx.Merged) else float(value)
+        each = value.compute() if isinstance(value, rx.types.Merged) else float(value)
         found |= (
             {f"{name}/{key}": one for key, one in each.items()}
             if isinstance(each, dict)

@@ -158,7 +158,7 @@ def in_order(name: str, example: Any, order: list[np.ndarray] | None) -> Iterato
 
 def told(metrics: Any) -> Metrics:
     return {
-        name: float(value) for name, value in metrics.items() if not isinstance(value, rx.PerRow)
+        name: float(value) for name, value in metrics.items() if not isinstance(value, rx.ByRow)
     }
 
 

@@ -27,7 +27,7 @@ def model() -> dict[str, jax.Array]:
     return {"w": jnp.float32(0), "b": jnp.float32(0)}
 
 
-def fit(dp: rx.DataParallel, source: Any = None, **settings: Any) -> rx.Fit:
+def fit(dp: rx.DataParallel, source: Any = None, **settings: Any) -> rx.types.Fit:
     """Fit a new state, by default to a line of 40 rows."""
     source = line(40) if source is None else source
     settings = grouped({"batch_size": 16, "progress": False, **settings})

@@ -23,7 +23,7 @@ def main() -> None:
     device = [each for each in jax.devices() if each.process_index == process][-1]
     leaf = leaf_names(state).index("params['in']")
     change = partial(flip_leaf, leaf=leaf, device=device, byte=5, bit=6)
-    audit = rx.Audit(4, on_divergence)
+    audit = rx.hooks.Audit(4, on_divergence)
     with before_step(step, change):
         result = rx.fit(dp, state, DATA, batch_size=16, steps=12, hooks=[audit])
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))

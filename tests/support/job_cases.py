@@ -138,9 +138,11 @@ CASES: dict[str, Callable[[Job], dict[str, Any]]] = {
     "zero1": lambda job: train(DATA, layout="zero1", job=job),
     "fsdp": lambda job: train(DATA, layout="fsdp", job=job),
     "grain": lambda job: train(grain.MapDataset.source(Rows()), job=job),
-    "uneven loaders": lambda job: train(rx.PerProcess(Own()), job=job),
-    "uneven loaders, shard_map": lambda job: train(rx.PerProcess(Own()), mode="shard_map", job=job),
-    "own arrays": lambda job: train(rx.PerProcess(own_arrays()), job=job),
+    "uneven loaders": lambda job: train(rx.ProcessLocal(Own()), job=job),
+    "uneven loaders, shard_map": lambda job: train(
+        rx.ProcessLocal(Own()), mode="shard_map", job=job
+    ),
+    "own arrays": lambda job: train(rx.ProcessLocal(own_arrays()), job=job),
 }
 
 
@@ -164,7 +166,7 @@ def predict(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
     state = dp.init(model())
     sources = {"arrays": DATA}
     if job is not None:
-        sources["own arrays"] = rx.PerProcess(own_arrays())
+        sources["own arrays"] = rx.ProcessLocal(own_arrays())
     found = {
         name: dp.predict(state, dp.feed(each, BATCH), predicted) for name, each in sources.items()
     }

@@ -29,7 +29,7 @@ def interrupt(job: Job, steps: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class FailsInProcess1(rx.Hook):
+class FailsInProcess1(rx.hooks.Hook):
     """Raises at the start, in process 1 only."""
 
     def start(self, run: Any) -> None:
@@ -37,7 +37,7 @@ class FailsInProcess1(rx.Hook):
             raise KeyError("a mistake")
 
 
-class Sleeps(rx.Hook):
+class Sleeps(rx.hooks.Hook):
     """Makes process 1 come late to each step; notes whether Python collects by itself."""
 
     collects = True
@@ -71,7 +71,7 @@ def main() -> None:
         run_dir=Path(sys.argv[2]) / "run",
         log_every=1000,
         hooks=[FailsInProcess1(), sleeps],
-        interrupt=rx.Interrupt(),
+        interrupt=rx.types.Interrupt(),
     )
     norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))
     ended = {"steps": result.steps, "interrupted": result.interrupted, "norm": norm}

@@ -18,7 +18,7 @@ def main() -> None:
     register(Path(sys.argv[1]))
     dp = rx.DataParallel(loss, optax.adamw(1e-3), job=job)
 
-    def fit(**settings: Any) -> rx.Fit:
+    def fit(**settings: Any) -> rx.types.Fit:
         state, steps = dp.init(model()), int(sys.argv[2])
         settings |= {"batch_size": 16, "steps": steps, "log_every": 1, "progress": False}
         return rx.fit(dp, state, DATA, **settings)

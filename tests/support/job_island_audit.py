@@ -20,7 +20,7 @@ EVERY, STEPS = 10, 200
 SLOW_SECONDS = 0.3
 
 
-class Flip(rx.Hook):
+class Flip(rx.hooks.Hook):
     """Flips a bit just before an audit; then waits, at most 57 s, for the new start of the island.
 
     The step before was computed from the right weights, so that the run ends as if nothing were.
@@ -48,7 +48,7 @@ def main() -> None:
     """Train, and print the checksum of the weights."""
     folder, faulty = Path(sys.argv[1]), int(sys.argv[2])
     dp = rx.DataParallel(loss, optax.adamw(1e-2), job=rx.initialize(verbose=False))
-    hooks = [Flip(folder, faulty), rx.Audit(EVERY)]
+    hooks = [Flip(folder, faulty), rx.hooks.Audit(EVERY)]
     result = rx.fit(
         dp,
         dp.init(model()),

@@ -30,7 +30,7 @@ def main() -> None:
     dp = rx.DataParallel(loss, optax.sgd(1e-3), job=job)
     loader = Loader(seed if job.process == 1 else 0)
 
-    class Stop(rx.Hook):
+    class Stop(rx.hooks.Hook):
         """Ends the run at a step, as the batch system does."""
 
         def step(self, run: Any, step: Any) -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     result = rx.fit(
         dp,
         dp.init(model()),
-        rx.PerProcess(loader),
+        rx.ProcessLocal(loader),
         epochs=1,
         run_dir=folder,
         hooks=[Stop()],

@@ -34,17 +34,17 @@ def main() -> None:
         for call, run in calls.items():
             try:
                 print(name, call, run(batch), flush=True)
-            except rx.AgreementError as error:
-                print(name, call, "PerProcess" in str(error), "['y']" in str(error), flush=True)
-    (batch,) = dp.feed(rx.PerProcess(own), 32)
+            except rx.errors.AgreementError as error:
+                print(name, call, "ProcessLocal" in str(error), "['y']" in str(error), flush=True)
+    (batch,) = dp.feed(rx.ProcessLocal(own), 32)
     print("feed step", calls["step"](batch))
     here = [np.asarray(shard.data) for shard in batch.index.addressable_shards]
     print("index", *np.concatenate(here))
     print("same job", rx.initialize() is job)
-    with_a_set = {**own, "few": rx.RowSet({"y": ROWS["y"][:3]})}
+    with_a_set = {**own, "few": rx.ExtraRows({"y": ROWS["y"][:3]})}
     try:
-        list(dp.feed(rx.PerProcess([with_a_set])))
-    except rx.DataError as error:
+        list(dp.feed(rx.ProcessLocal([with_a_set])))
+    except rx.errors.DataError as error:
         print("set of rows", str(error).partition(" in ")[0])
 
 

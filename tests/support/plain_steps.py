@@ -176,15 +176,15 @@ def plain_forms(number: Any) -> Any:
         row_weights=lambda rows: jnp.ones(len(jax.tree.leaves(rows)[0])),
         row_numbers=lambda rows: jnp.arange(len(jax.tree.leaves(rows)[0])),
         step_number=lambda: number,
-        PerRow=rx.PerRow,
+        ByRow=rx.ByRow,
     )
 
 
 def first_rows(state: Any, rows: int) -> Any:
-    """Return `state` with the first `rows` of each `rx.PerRow`."""
+    """Return `state` with the first `rows` of each `rx.ByRow`."""
 
     def first(leaf: Any) -> Any:
-        return rx.PerRow(jax.tree.map(lambda value: value[:rows], leaf.value))
+        return rx.ByRow(jax.tree.map(lambda value: value[:rows], leaf.value))
 
     return jax.tree.map(lambda leaf: first(leaf) if _by_row(leaf) else leaf, state, is_leaf=_by_row)
 
@@ -194,7 +194,7 @@ def other_rows_of(state: Any, after: Any) -> Any:
 
     def filled(before: Any, now: Any) -> Any:
         put = lambda whole, first: whole.at[: len(first)].set(first)  # noqa: E731
-        return rx.PerRow(jax.tree.map(put, before.value, now.value))
+        return rx.ByRow(jax.tree.map(put, before.value, now.value))
 
     return jax.tree.map(
         lambda before, now: filled(before, now) if _by_row(before) else now,
@@ -205,13 +205,13 @@ def other_rows_of(state: Any, after: Any) -> Any:
 
 
 def _by_row(leaf: Any) -> bool:
-    return isinstance(leaf, rx.PerRow)
+    return isinstance(leaf, rx.ByRow)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
 @dataclasses.dataclass
 class Rows:
-    """A stand-in for `rx.RowSet`, with leaves that `jax.jit` sees."""
+    """A stand-in for `rx.ExtraRows`, with leaves that `jax.jit` sees."""
 
     value: Any
 
@@ -220,14 +220,14 @@ class Rows:
 
 
 def with_plain_sets(batch: Any) -> Any:
-    """Return `batch` with each `rx.RowSet` as `Rows`."""
+    """Return `batch` with each `rx.ExtraRows` as `Rows`."""
     return jax.tree.map(
         lambda leaf: Rows(leaf.value) if _is_set(leaf) else leaf, batch, is_leaf=_is_set
     )
 
 
 def _is_set(leaf: Any) -> bool:
-    return isinstance(leaf, rx.RowSet)
+    return isinstance(leaf, rx.ExtraRows)
 
 
 def _value(of: Any) -> Any:

@@ -19,7 +19,7 @@ class Ended:
     """A run in `folder`, and what `fit` returned."""
 
     folder: Path
-    result: rx.Fit
+    result: rx.types.Fit
 
 
 def write_texts(folder: Path) -> Path:
@@ -32,9 +32,9 @@ def write_texts(folder: Path) -> Path:
 
 def train(name: str, *arguments: object) -> Ended:
     """`replicax train ... --run NAME` in the working directory."""
-    results: list[rx.Fit] = []
+    results: list[rx.types.Fit] = []
 
-    def kept(*given: Any, **settings: Any) -> rx.Fit:
+    def kept(*given: Any, **settings: Any) -> rx.types.Fit:
         results.append(fit(*given, **settings))
         return results[-1]
 

@@ -69,7 +69,7 @@ def data_parallel(
     return rx.DataParallel(loss, optax.adam(0.01), **settings)
 
 
-def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.Fit:
+def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.types.Fit:
     """Run `rx.fit` of the model above; with a folder, save every third step.
 
     A source that is a function is called for the source of this run.
@@ -160,7 +160,7 @@ def untimed(lines: list[str]) -> list[dict[str, Any]]:
     return sorted(kept, key=lambda each: each["kind"])  # of one kind they stay in order
 
 
-def check_same(found: rx.Fit, wanted: rx.Fit, folder: Path) -> None:
+def check_same(found: rx.types.Fit, wanted: rx.types.Fit, folder: Path) -> None:
     """Check that a run in `folder` ended like the undisturbed one, to the bit and the record."""
     assert bits(found.state) == bits(wanted.state)
     assert told(found.records) == told(wanted.records)
@@ -172,7 +172,7 @@ def steps_saved(folder: Path) -> list[str]:
     return sorted((path.name for path in (folder / "checkpoints").glob("[0-9]*")), key=int)
 
 
-def whole(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
+def whole(dp: rx.DataParallel, **settings: Any) -> rx.types.Fit:
     """Return the uncut run, without a folder; it runs once for the same arguments."""
     known = _WHOLE.setdefault(dp, {})
     settings = {name: value for name, value in settings.items() if name not in _SAVING}
@@ -182,12 +182,14 @@ def whole(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
     return known[key]
 
 
-_WHOLE: weakref.WeakKeyDictionary[rx.DataParallel, dict[str, rx.Fit]] = weakref.WeakKeyDictionary()
+_WHOLE: weakref.WeakKeyDictionary[rx.DataParallel, dict[str, rx.types.Fit]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def resumed(
     dp: rx.DataParallel, folder: Path, at: int, of: str = "step", **settings: Any
-) -> rx.Fit:
+) -> rx.types.Fit:
     """Check that a run that is cut at step `at` and goes on ends as the uncut one; return it."""
     with crashing(at, of):
         fit(dp, folder, **settings)

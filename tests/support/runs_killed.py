@@ -56,7 +56,7 @@ def run(objects: Path | None, at: int) -> dict[str, Any]:
     if objects is not None:
         object_store.register(objects, Mortal)
         saving = rx.Saving(every=SAVE_EVERY, keep=1)
-        settings = {"run_dir": URL, "saving": saving, "hooks": [rx.KeepBest("loss")]}
+        settings = {"run_dir": URL, "saving": saving, "hooks": [rx.hooks.KeepBest("loss")]}
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode="single")
     state = dp.init({"w": jnp.eye(4)})
     settings |= {"epochs": EPOCHS, "batch_size": BATCH, "log_every": 2, "eval_source": ROWS}

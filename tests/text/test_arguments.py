@@ -40,7 +40,7 @@ ODD: Any = st.one_of(
             Path("x"),
             object(),
             int,
-            rx.CSV,
+            rx.hooks.CSV,
             lambda *_: 1.0,
         ]
     ),
@@ -137,15 +137,15 @@ API: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lambda **given: rx.Evaluation(SOURCE, **given),
         ("batch_size", "every_epochs", "every_steps", "at_start", "max_rows", "ema", "loss"),
     ),
-    "KeepBest": (rx.KeepBest, ("metric", "mode", "file")),
-    "EarlyStopping": (rx.EarlyStopping, ("metric", "patience", "mode", "min_delta")),
-    "Audit": (lambda **given: rx.Audit(**{"every": 1} | given), ("every", "on_divergence")),
-    "NoiseMeter": (rx.NoiseMeter, ("every",)),
+    "KeepBest": (rx.hooks.KeepBest, ("metric", "mode", "file")),
+    "EarlyStopping": (rx.hooks.EarlyStopping, ("metric", "patience", "mode", "min_delta")),
+    "Audit": (lambda **given: rx.hooks.Audit(**{"every": 1} | given), ("every", "on_divergence")),
+    "NoiseMeter": (rx.hooks.NoiseMeter, ("every",)),
     "Profile": (
-        lambda **given: rx.Profile(**{"first": 1, "last": 2} | given),
+        lambda **given: rx.hooks.Profile(**{"first": 1, "last": 2} | given),
         ("first", "last", "folder"),
     ),
-    "Throughput": (rx.Throughput, ("tokens_per_row", "flops_per_row")),
+    "Throughput": (rx.hooks.Throughput, ("tokens_per_row", "flops_per_row")),
     "DataParallel": (
         lambda **given: rx.DataParallel(**{"loss": loss, "optimizer": optax.sgd(0.1)} | given),
         (

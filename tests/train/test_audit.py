@@ -45,17 +45,17 @@ def two() -> rx.DataParallel:
     return make(2, mode="shard_map")
 
 
-def fit(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
+def fit(dp: rx.DataParallel, **settings: Any) -> rx.types.Fit:
     """Run `fit` with an audit every 10 steps, or with `audit`; None for no audits."""
     settings = {"batch_size": 16, "steps": 30, "progress": False, **settings}
-    audit = settings.pop("audit", rx.Audit(10))
+    audit = settings.pop("audit", rx.hooks.Audit(10))
     source = settings.pop("source", CASE.source)
     hooks = [] if audit is None else [audit]
     return rx.fit(dp, dp.init(CASE.model()), source, hooks=hooks, **settings)
 
 
 def restoring() -> dict[str, Any]:
-    return {"audit": rx.Audit(10, "restore")}
+    return {"audit": rx.hooks.Audit(10, "restore")}
 
 
 def flipping(device: int, bit: int = 20, leaf: str = "params") -> Callable[[Any], Any]:
@@ -80,14 +80,14 @@ def same(one: Any, other: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-def told(result: rx.Fit) -> list[Any]:
+def told(result: rx.types.Fit) -> list[Any]:
     """Return the records of the training without times."""
     return [(r.kind, r.step, r.epoch, r.metrics, r.rows) for r in result.records]
 
 
 @pytest.mark.parametrize("mode", only(["jit"], ["jit", *OTHER_MODES]))
 def test_clean_audits_are_counted_in_every_mode(mode: str) -> None:
-    audit = rx.Audit(10)
+    audit = rx.hooks.Audit(10)
     result = fit(make(8, mode=mode), steps=25, audit=audit)
     assert (audit.clean, audit.restores, result.steps) == (3, 0, 25)
     assert all(set(record.metrics) == {"loss", "accuracy"} for record in result.records)
@@ -126,7 +126,7 @@ def test_a_bit_that_makes_everything_nan_is_found_at_once(optimizer: Any) -> Non
             {"x": x, "y": 2 * x},
             batch_size=16,
             steps=30,
-            hooks=[rx.Audit(1000)],
+            hooks=[rx.hooks.Audit(1000)],
             progress=False,
         )
 
@@ -138,7 +138,7 @@ def test_the_last_state_is_audited_too(eight: rx.DataParallel) -> None:
 
 def test_a_state_that_differs_before_the_first_step_is_refused(eight: rx.DataParallel) -> None:
     state = flipping(7)(eight.init(CASE.model()))
-    hooks = [rx.Audit(1)]
+    hooks = [rx.hooks.Audit(1)]
     with pytest.raises(ReplicasDifferError, match=r"device 7 .*before the\b.*first step"):
         rx.fit(eight, state, CASE.source, batch_size=16, steps=3, hooks=hooks, progress=False)
 
@@ -179,7 +179,7 @@ def test_a_restored_run_is_the_undisturbed_one(
 ) -> None:
     dp = eight if devices == 8 else two
     settings = {"log_every": 3, "eval_source": CASE.source}
-    calm, audit = rx.Audit(10, "restore"), rx.Audit(10, "restore")
+    calm, audit = rx.hooks.Audit(10, "restore"), rx.hooks.Audit(10, "restore")
     undisturbed = fit(dp, audit=calm, **settings)
     with before_step(step, flipping(1, 21)):
         result = fit(dp, audit=audit, run_dir=folder / "run", **settings)
@@ -228,7 +228,7 @@ def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel)
 def test_a_bad_batch_is_no_devices_fault(
     devices: int, eight: rx.DataParallel, two: rx.DataParallel
 ) -> None:
-    audit, dp = rx.Audit(10), eight if devices == 8 else two
+    audit, dp = rx.hooks.Audit(10), eight if devices == 8 else two
     result = fit(dp, audit=audit, **BESIDE_BAD_BATCHES)
     skipped = [record.step for record in result.records if record.kind == "skip"]
     assert skipped == list(range(2, 31, 4))

@@ -30,7 +30,7 @@ def dp() -> rx.DataParallel:
     return rx.DataParallel(loss, optax.sgd(0.1))
 
 
-def of_kind(result: rx.Fit, kind: str) -> list[Any]:
+def of_kind(result: rx.types.Fit, kind: str) -> list[Any]:
     return [record for record in result.records if record.kind == kind]
 
 
@@ -235,7 +235,7 @@ def test_a_state_that_was_trained_can_be_trained_on(dp: rx.DataParallel) -> None
 def test_a_relative_folder_stays_where_the_run_began(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Leaves(rx.Hook):
+    class Leaves(rx.hooks.Hook):
         def step(self, run: Any, step: Any) -> None:
             monkeypatch.chdir("/")
 

@@ -27,7 +27,7 @@ def dp() -> rx.DataParallel:
 
 
 @pytest.fixture(scope="module")
-def run(dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[rx.Fit, Path]:
+def run(dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[rx.types.Fit, Path]:
     folder = tmp_path_factory.mktemp("runs") / "first"
     result = fit(
         dp,
@@ -42,7 +42,7 @@ def run(dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 class TestRunFolder:
     def test_the_config_has_what_was_given_and_what_was_derived(
-        self, run: tuple[rx.Fit, Path]
+        self, run: tuple[rx.types.Fit, Path]
     ) -> None:
         config = json.loads((run[1] / "config.json").read_text())
         assert (config["recipe"], config["path"]) == ("a line", "x")
@@ -65,7 +65,7 @@ class TestRunFolder:
         assert config["settings"]["jax_threefry_partitionable"] == "True"
 
     def test_without_checkpoints_it_is_not_written_twice(
-        self, dp: rx.DataParallel, run: tuple[rx.Fit, Path]
+        self, dp: rx.DataParallel, run: tuple[rx.types.Fit, Path]
     ) -> None:
         before = (run[1] / "records.jsonl").read_bytes()
         with pytest.raises(ConfigError, match="another run"):
@@ -163,7 +163,7 @@ class TestInterrupt:
         assert (result.saved, result.exit_code) == (False, 1)
 
     def test_a_run_in_another_thread_works_without(self, dp: rx.DataParallel) -> None:
-        results: list[rx.Fit] = []
+        results: list[rx.types.Fit] = []
         thread = threading.Thread(target=lambda: results.append(fit(dp, steps=2)))
         thread.start()
         thread.join()

@@ -42,9 +42,9 @@ def test_a_signal_while_an_island_waits_for_input_ends_no_other(
 ) -> None:
     islands, every = [], rx.Rounds(every=rounds) if rounds else None
     for place in places(2):
-        interrupt, loader = rx.Interrupt(), Loader()
+        interrupt, loader = rx.types.Interrupt(), Loader()
 
-        def send(interrupt: rx.Interrupt = interrupt, loader: Loader = loader) -> None:
+        def send(interrupt: rx.types.Interrupt = interrupt, loader: Loader = loader) -> None:
             interrupt.signal = signal.SIGTERM
             loader.signalled.set()
 
@@ -62,7 +62,7 @@ def test_a_signal_while_an_island_waits_for_input_ends_no_other(
     assert second.error is None
     assert second.result is not None
     if alone:
-        assert isinstance(first.error, rx.IslandLeftError)
+        assert isinstance(first.error, rx.errors.IslandLeftError)
         assert second.result.step == STEPS
     else:
         assert first.error is None

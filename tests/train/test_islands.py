@@ -42,7 +42,7 @@ from replicax.train.folder.changes import read_config, run_id
 
 
 @pytest.fixture(scope="module")
-def alone() -> rx.Fit:
+def alone() -> rx.types.Fit:
     """Return the run of one device."""
     dp = rx.DataParallel(squared, optax.adam(0.05), mode="exact", mesh=rx.make_mesh(1))
     state = dp.init({"w": jnp.asarray(WEIGHTS)})
@@ -50,7 +50,7 @@ def alone() -> rx.Fit:
     return rx.fit(dp, state, SOURCE, eval_source=SOURCE, **options)
 
 
-def metrics(records: list[rx.Fit] | Any) -> list[Any]:
+def metrics(records: list[rx.types.Fit] | Any) -> list[Any]:
     return [(r.kind, r.step, r.metrics) for r in records if r.kind in ("train", "eval")]
 
 
@@ -73,7 +73,9 @@ def delays(ended: list[Island]) -> list[float]:
 
 @pytest.mark.promise("islands.death-costs-no-step")
 @pytest.mark.parametrize("dying", [0, 1, 2])
-def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dying: int) -> None:
+def test_an_island_that_dies_changes_nothing(
+    alone: rx.types.Fit, tmp_path: Path, dying: int
+) -> None:
     settings: dict[str, Any] = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
     settings["saving"] = rx.Saving(every=7)
     islands: list[Island] = []
@@ -94,9 +96,9 @@ def test_an_island_that_dies_changes_nothing(alone: rx.Fit, tmp_path: Path, dyin
 
 
 def test_the_end_of_a_run_is_saved_by_another_if_the_island_that_writes_dies(
-    alone: rx.Fit, tmp_path: Path
+    alone: rx.types.Fit, tmp_path: Path
 ) -> None:
-    class DiesSaving(rx.Hook):
+    class DiesSaving(rx.hooks.Hook):
         def saving(self, run: Any) -> None:
             islands[0].die()
 
@@ -109,7 +111,7 @@ def test_the_end_of_a_run_is_saved_by_another_if_the_island_that_writes_dies(
 @pytest.mark.promise("islands.come-back")
 @pytest.mark.parametrize("dying", [0, 2])
 def test_an_island_that_comes_back_receives_the_run(
-    alone: rx.Fit, tmp_path: Path, dying: int
+    alone: rx.types.Fit, tmp_path: Path, dying: int
 ) -> None:
     settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
     ended = with_one_that_comes_back(dying, 5, **settings)
@@ -120,7 +122,7 @@ def test_an_island_that_comes_back_receives_the_run(
 
 
 def test_an_island_that_comes_back_after_the_end_ends_too(
-    alone: rx.Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: rx.types.Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(founding, "FOUND_SECONDS", 1.0)
     settings = {"eval_source": SOURCE, "run_dir": tmp_path / "run"}
@@ -141,7 +143,7 @@ def test_without_checkpoints_half_of_the_islands_go_on_only_if_the_others_are_de
     monkeypatch.setattr(Group, "_has_terminated", lambda self, index: goes_on)
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "saving": rx.Saving(minutes=None)}
     left, _ = [island.join() for island in with_one_that_dies(2, 1, 9, **settings)]
-    assert isinstance(left.error, rx.IslandLeftError) is not goes_on
+    assert isinstance(left.error, rx.errors.IslandLeftError) is not goes_on
     assert (left.result is not None) is goes_on
 
 
@@ -157,7 +159,7 @@ def test_with_a_folder_for_each_only_the_island_that_writes_goes_on_alone(
         islands.append(Island(place, hooks=hooks, run_dir=tmp_path / str(place.index)))
     left = islands[1 - dying].join()
     islands[dying].join()
-    assert isinstance(left.error, rx.IslandLeftError) is (dying == 0)
+    assert isinstance(left.error, rx.errors.IslandLeftError) is (dying == 0)
     assert (left.result is not None) is (dying == 1)
 
 
@@ -182,7 +184,7 @@ def test_islands_that_differ_are_refused(differs: str) -> None:
     pairs = zip(places(2), DIFFERENCES[differs], strict=True)
     islands = [Island(place, **settings) for place, settings in pairs]
     errors = [island.join().error for island in islands]
-    assert any(isinstance(error, rx.AgreementError) for error in errors)
+    assert any(isinstance(error, rx.errors.AgreementError) for error in errors)
     assert any(differs.removesuffix(", rounds") in str(error) for error in errors)
     assert all(island.result is None for island in islands)
 
@@ -193,11 +195,11 @@ def test_islands_in_other_environments_are_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(island_job, "compared_environment", environment)
     errors = [island.join().error for island in [Island(place) for place in places(2)]]
-    assert any(isinstance(error, rx.AgreementError) for error in errors)
+    assert any(isinstance(error, rx.errors.AgreementError) for error in errors)
     assert any("XLA_FLAGS --fast" in str(error) for error in errors)
 
 
-class Flips(rx.Hook):
+class Flips(rx.hooks.Hook):
     """Changes a weight of this island before a step."""
 
     def before_step(self, run: Any, batch: Any) -> None:
@@ -209,13 +211,13 @@ class Flips(rx.Hook):
 def test_parameters_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_checks, "_COMPARED_EVERY", 4)
     errors = [island.join().error for island in started(2, {1: [Flips()]})]
-    assert all(isinstance(error, rx.AgreementError) for error in errors)
+    assert all(isinstance(error, rx.errors.AgreementError) for error in errors)
     assert all("parameters is" in str(error) for error in errors)
 
 
 @pytest.mark.promise("islands.other-modes")
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
-def test_in_other_modes_the_mean_is_that_of_one_device(alone: rx.Fit, mode: str) -> None:
+def test_in_other_modes_the_mean_is_that_of_one_device(alone: rx.types.Fit, mode: str) -> None:
     found = [island.join() for island in started(2, mode=mode)]
     assert len({island.bits() for island in found}) == 1
     wanted = np.asarray(alone.state.params["w"])
@@ -229,13 +231,13 @@ def test_an_iterator_of_batches_is_refused() -> None:
         stack.callback(job.finish)
         dp = rx.DataParallel(squared, optax.adam(0.05), mesh=rx.make_mesh(1), job=job)
         batches = iter([SOURCE])
-        with pytest.raises(rx.ConfigError, match="iterator"):
+        with pytest.raises(rx.errors.ConfigError, match="iterator"):
             rx.fit(dp, dp.init({"w": jnp.asarray(WEIGHTS)}), batches, steps=1, progress=False)
 
 
 def test_an_island_without_its_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAX_ISLANDS", "127.0.0.1:1,127.0.0.1:2")
-    with pytest.raises(rx.ConfigError, match=r"2 islands .*rx\.initialize\(\)"):
+    with pytest.raises(rx.errors.ConfigError, match=r"2 islands .*rx\.initialize\(\)"):
         rx.DataParallel(squared, optax.adam(0.05))
     job = Alone()
     monkeypatch.setattr(PROCESS_JOB, "job", job)

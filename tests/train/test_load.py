@@ -127,12 +127,12 @@ def test_a_step_that_is_not_there_is_refused(step: Any, words: list[str], zero1:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> tuple[Path, rx.Fit]:
+def mine(tmp_path: Path) -> tuple[Path, rx.types.Fit]:
     """Make a run of a user's program on eight devices."""
     return tmp_path / "run", fit(data_parallel(8), tmp_path / "run", eval_source=rows(20, 2))
 
 
-def test_a_run_of_a_users_program(mine: tuple[Path, rx.Fit]) -> None:
+def test_a_run_of_a_users_program(mine: tuple[Path, rx.types.Fit]) -> None:
     folder, result = mine
     with take_lease(folder):  # a run that is held can be loaded
         found = loaded(folder)
@@ -143,7 +143,7 @@ def test_a_run_of_a_users_program(mine: tuple[Path, rx.Fit]) -> None:
     assert bits(again.state) == bits(result.state)
 
 
-def test_the_needs_of_a_run_of_a_users_program_are_named(mine: tuple[Path, rx.Fit]) -> None:
+def test_the_needs_of_a_run_of_a_users_program_are_named(mine: tuple[Path, rx.types.Fit]) -> None:
     folder, result = mine
     dp = data_parallel(1)
     for given in ({}, {"dp": dp}):
@@ -155,7 +155,7 @@ def test_the_needs_of_a_run_of_a_users_program_are_named(mine: tuple[Path, rx.Fi
         rx.load(folder, dp=dp, state=model())  # type: ignore[arg-type]
 
 
-def test_another_optimizer_is_refused_by_its_arrays(mine: tuple[Path, rx.Fit]) -> None:
+def test_another_optimizer_is_refused_by_its_arrays(mine: tuple[Path, rx.types.Fit]) -> None:
     dp = data_parallel(1).replace(optimizer=optax.sgd(0.1))
     with pytest.raises(ConfigError, match=r"opt_state\.0\.count"):
         rx.load(mine[0], dp=dp, state=dp.abstract_state(model()))
@@ -171,7 +171,9 @@ def harm(folder: Path) -> Path:
     return newest
 
 
-def test_a_harmed_checkpoint_is_refused_and_left_in_its_place(mine: tuple[Path, rx.Fit]) -> None:
+def test_a_harmed_checkpoint_is_refused_and_left_in_its_place(
+    mine: tuple[Path, rx.types.Fit],
+) -> None:
     folder, _ = mine
     newest = harm(folder)
     before = files(folder)
@@ -182,7 +184,7 @@ def test_a_harmed_checkpoint_is_refused_and_left_in_its_place(mine: tuple[Path, 
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_no_state(
-    mine: tuple[Path, rx.Fit], monkeypatch: pytest.MonkeyPatch
+    mine: tuple[Path, rx.types.Fit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = mine
     whole = loading.read

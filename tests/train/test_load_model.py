@@ -73,7 +73,7 @@ def linen_model(seed: int) -> Any:
 def loss(model: Any, batch: Any, key: Any) -> Any:
     if isinstance(model, rx.Stateful):
         found, state = equinox_outputs(model, batch["x"], key)
-        return rx.Written((found[:, 0] - batch["y"]) ** 2, state)
+        return rx.NewState((found[:, 0] - batch["y"]) ** 2, state)
     mode = {"train": key is not None} if isinstance(model, nn.Module) else {}
     return (model(batch["x"], **mode)[:, 0] - batch["y"]) ** 2
 
@@ -96,7 +96,7 @@ MODELS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def trained(folder: Path, made: Any, **settings: Any) -> tuple[rx.DataParallel, rx.Fit]:
+def trained(folder: Path, made: Any, **settings: Any) -> tuple[rx.DataParallel, rx.types.Fit]:
     dp = rx.DataParallel(loss, optax.adam(optax.constant_schedule(0.1)), **settings)
     how = {"batch_size": 8, "epochs": 1, "run_dir": folder, "saving": rx.Saving(every=2)}
     return dp, rx.fit(dp, dp.init(made), ROWS, progress=False, **how)
@@ -176,7 +176,7 @@ def test_a_part_of_the_state_of_a_custom_step_is_enough(tmp_path: Path) -> None:
     found = rx.load_model(tmp_path, {"net": Network(1)})
     assert found.keys() == {"net"}
     np.testing.assert_array_equal(called(found["net"]), called(net))
-    with refused(rx.ConfigError, match=r"other\.norm"):
+    with refused(rx.errors.ConfigError, match=r"other\.norm"):
         rx.load_model(tmp_path, {"other": Network(1)})
 
 
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ({"w": jnp.ones(4)}, True, r"ema=0\.999"),
         (None, False, r"rx\.load_model\(run_dir, model\)"),
     ):
-        with refused(rx.ConfigError, match=words):
+        with refused(rx.errors.ConfigError, match=words):
             rx.load_model(tmp_path, model, ema=ema)
     model = {"w": jax.device_put(np.zeros(4, np.float32), jax.devices()[3])}
     found = rx.load_model(tmp_path, model)
@@ -201,5 +201,5 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     other = rx.DataParallel(plain, optax.adam(0.1))
     whole = {"dp": other, "state": other.init(model)}
     for arguments in ({}, {"model": model}, {"state": state}, whole):
-        with refused(rx.ConfigError, match=r"rx\.load_model\(run_dir, model\)"):
+        with refused(rx.errors.ConfigError, match=r"rx\.load_model\(run_dir, model\)"):
             rx.load(tmp_path, **arguments)

@@ -54,15 +54,15 @@ def test_a_record_has_the_metric_of_its_rows() -> None:
 def test_one_that_grows_is_that_of_the_last_step() -> None:
     meter = Meter(3)
     for step in (1, 2):
-        meter.finished(done(step, rx.AllRows(np.max, jnp.arange(4.0) + step)))
+        meter.finished(done(step, rx.HostMetric(np.max, jnp.arange(4.0) + step)))
     assert "merged" not in meter.save_state()
-    (record,) = meter.finished(done(3, rx.AllRows(np.max, jnp.arange(4.0))))
+    (record,) = meter.finished(done(3, rx.HostMetric(np.max, jnp.arange(4.0))))
     assert record.metrics == {"loss": 2.5, "m": 3.0}
 
 
 def test_records_have_numbers() -> None:
-    with pytest.raises(rx.LossError, match=r"'m'.*\[4\]"):
-        Meter(1).finished(done(1, rx.AllRows(lambda rows: rows, jnp.arange(4.0))))
+    with pytest.raises(rx.errors.LossError, match=r"'m'.*\[4\]"):
+        Meter(1).finished(done(1, rx.HostMetric(lambda rows: rows, jnp.arange(4.0))))
 
 
 @EXHAUSTIVE
@@ -76,6 +76,6 @@ def test_a_run_has_them(together: int) -> None:
         assert last["eval"][name] == pytest.approx(value, rel=2e-6)
         if name != "auc":
             assert last["train"][name] == pytest.approx(value, rel=2e-6)
-    early = rx.EarlyStopping("f1", patience=1)
+    early = rx.hooks.EarlyStopping("f1", patience=1)
     stopped = rx.fit(dp, dp.init(MODEL), rows(), epochs=5, hooks=[early], **settings)
     assert stopped.steps < 15

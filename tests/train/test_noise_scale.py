@@ -47,13 +47,13 @@ def batches(rows: int, count: int, distance: float = DISTANCE) -> list[Any]:
     return [{"x": x.astype(np.float32)} for x in drawn]
 
 
-def fit(dp: rx.DataParallel, source: Any, model: Any = None, **settings: Any) -> rx.Fit:
+def fit(dp: rx.DataParallel, source: Any, model: Any = None, **settings: Any) -> rx.types.Fit:
     state = dp.init({"theta": jnp.zeros(DIM)} if model is None else model)
     return rx.fit(dp, state, source, progress=False, **grouped(settings))
 
 
 def measured(dp: rx.DataParallel, source: Any, every: int, **settings: Any) -> NoiseScale:
-    noise = rx.NoiseMeter(every)
+    noise = rx.hooks.NoiseMeter(every)
     fit(dp, source, noise=noise, **settings)
     assert noise.scale is not None
     return noise.scale
@@ -154,7 +154,7 @@ def test_the_training_has_the_same_bits_with_and_without(name: str, mode: str) -
     case = DROPOUT_CASES.get(name, CASES[name])
     mesh = rx.make_mesh(data=1 if mode == "single" else 4)
     states, told = [], []
-    for noise in (None, rx.NoiseMeter(1)):
+    for noise in (None, rx.hooks.NoiseMeter(1)):
         dp = rx.DataParallel(case.loss, optax.adamw(1e-2), mesh=mesh, mode=mode)
         settings: dict[str, Any] = {"batch_size": 16, "epochs": 2, "log_every": 1}
         settings |= {"eval_source": case.source, "noise": noise}
@@ -171,7 +171,7 @@ def test_the_training_has_the_same_bits_with_and_without(name: str, mode: str) -
 
 
 def test_a_sample_is_no_metric_of_the_run() -> None:
-    result = fit(still(), batches(16, 1), steps=1, noise=rx.NoiseMeter(1))
+    result = fit(still(), batches(16, 1), steps=1, noise=rx.hooks.NoiseMeter(1))
     assert [record.kind for record in result.records] == ["noise", "train"]
     assert set(result.metrics) == {"loss"}
 
@@ -210,7 +210,7 @@ def test_another_file_is_refused(tmp_path: Path, text: bytes) -> None:
 def test_what_cannot_be_measured_is_refused(every: int, rows: int, why: str) -> None:
     source = batches(8, 1)[0]
     with pytest.raises(ConfigError, match=why):
-        fit(still(1), source, batch_size=rows, steps=1, noise=rx.NoiseMeter(every))
+        fit(still(1), source, batch_size=rows, steps=1, noise=rx.hooks.NoiseMeter(every))
 
 
 @EXHAUSTIVE

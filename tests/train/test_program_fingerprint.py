@@ -262,7 +262,7 @@ def test_rows_are_looked_at_without_reading_what_is_read_once() -> None:
 
     (x,) = looked({"x": np.zeros((10, 3))}).values()
     assert (x.shape[1:], x.dtype) == ((3,), np.float32)
-    (x,) = looked(rx.PerProcess(grain.MapDataset.source(range(1000)).map(row))).values()
+    (x,) = looked(rx.ProcessLocal(grain.MapDataset.source(range(1000)).map(row))).values()
     assert (x.shape[1:], x.dtype) == ((3,), np.float32)
     assert len(set(read)) <= 2
     batches = iter([{"x": np.zeros((4, 3))}])
@@ -275,7 +275,7 @@ def test_rows_are_looked_at_without_reading_what_is_read_once() -> None:
 
 def trained(
     folder: Path, factor: float = 1.0, optimizer: Any = ADAM, source: Any = ROWS, **settings: Any
-) -> rx.Fit:
+) -> rx.types.Fit:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return factor * jnp.sum((batch["x"] @ model["hidden"] @ model["out"]) ** 2, axis=-1)
 

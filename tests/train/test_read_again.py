@@ -52,7 +52,9 @@ class Loader:
             yield {name: array[taken] for name, array in self.data.items()}
 
 
-def again(dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settings: Any) -> rx.Fit:
+def again(
+    dp: rx.DataParallel, folder: Path, at: int, *loaders: Loader, **settings: Any
+) -> rx.types.Fit:
     """Return the result of the second start; each start has a new loader."""
     before, after = loaders
     with crashing(at):
@@ -123,7 +125,7 @@ def test_the_same_order_goes_on_to_the_same_bits(
     assert "\nchange" not in out
 
 
-class Back(rx.Hook):
+class Back(rx.hooks.Hook):
     """Goes back two steps from `step`, once."""
 
     good: Any = None
@@ -164,7 +166,7 @@ def test_the_next_epoch_is_read_ahead_and_dropped_if_the_run_goes_back(
         ArraySource, "order", lambda self, epoch: read.append(epoch) or order(self, epoch)
     )
 
-    class Closes(rx.Hook):
+    class Closes(rx.hooks.Hook):
         def epoch(self, run: Any, record: Any) -> None:
             closed.append(sorted({*read}))
 
@@ -256,10 +258,10 @@ def test_a_checksum_is_of_values_types_and_names() -> None:
 
 def test_other_rows_of_a_process_are_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
     with crashing(MIDDLE):
-        fit(dp, tmp_path, source=rx.PerProcess(rows()))
+        fit(dp, tmp_path, source=rx.ProcessLocal(rows()))
     with pytest.raises(ConfigError, match=r"data\.parts"):
-        fit(dp, tmp_path, source=rx.PerProcess(rows(seed=5)))
-    assert fit(dp, tmp_path, source=rx.PerProcess(rows())).steps
+        fit(dp, tmp_path, source=rx.ProcessLocal(rows(seed=5)))
+    assert fit(dp, tmp_path, source=rx.ProcessLocal(rows())).steps
 
 
 @pytest.mark.parametrize("seed", only([2], [1, 2]))

@@ -211,8 +211,8 @@ LOADER = {"source": batches(), "batch_size": None, "eval_batch_size": BATCH, **E
 SOURCES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "a loader": (LOADER, [5, 4, 8]),
     "Grain's dataset": ({"source": grain.MapDataset.source(examples()), "log_every": 2}, [4, 5]),
-    "a process's rows": ({"source": rx.PerProcess(rows()), "log_every": 2}, [8]),
-    "a process's loader": ({"source": rx.PerProcess(batches()), "log_every": 2}, [8]),
+    "a process's rows": ({"source": rx.ProcessLocal(rows()), "log_every": 2}, [8]),
+    "a process's loader": ({"source": rx.ProcessLocal(batches()), "log_every": 2}, [8]),
     "a generator": ({"source": lambda: iter(batches()), "epochs": 1}, [4]),
     "not shuffled": ({"shuffle": False}, [7]),
     "another seed": ({"seed": 5}, [7]),
@@ -245,7 +245,7 @@ def with_bad(*indices: int) -> dict[str, np.ndarray]:
     return source
 
 
-def bad_steps(fit: rx.Fit) -> list[int]:
+def bad_steps(fit: rx.types.Fit) -> list[int]:
     return [record.step for record in fit.records if record.kind == "skip"]
 
 
@@ -280,7 +280,7 @@ def test_spikes_are_told_by_the_losses_before_the_cut(dp: rx.DataParallel, tmp_p
 
 @pytest.mark.parametrize("at", only([4], [4, 9]))
 def test_noise_is_measured_at_the_same_steps(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
-    found = resumed(dp, tmp_path / "run", at, noise=rx.NoiseMeter(2), log_every=7)
+    found = resumed(dp, tmp_path / "run", at, noise=rx.hooks.NoiseMeter(2), log_every=7)
     assert sum(record.kind == "noise" for record in found.records) > 2
 
 
@@ -291,6 +291,6 @@ AUDITS = [(2, None, "stop"), (4, 7, "restore"), (2, None, "restore"), (4, 7, "st
 def test_audits(
     dp: rx.DataParallel, tmp_path: Path, every: int, log_every: int | None, restore: str
 ) -> None:
-    audit = rx.Audit(every, restore)
+    audit = rx.hooks.Audit(every, restore)
     resumed(dp, tmp_path / "run", 8, audit=audit, log_every=log_every, save_every=6)
     assert audit.clean

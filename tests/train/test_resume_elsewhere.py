@@ -175,15 +175,15 @@ def test_rows_of_processes_are_those_of_as_many(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with crashing(4):
-        fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
+        fit(dp, tmp_path / "run", source=rx.ProcessLocal(rows()))
     with monkeypatch.context() as patch:
         name = "replicax.train.run.run_state.parts_of_processes"
         patch.setattr(name, lambda source: {"processes": 2})
-        says = r"fed by .*\.PerProcess in 1 process\w* and\b.*\bnow"
+        says = r"fed by .*\.ProcessLocal in 1 process\w* and\b.*\bnow"
         with pytest.raises(ConfigError, match=says):
-            fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
+            fit(dp, tmp_path / "run", source=rx.ProcessLocal(rows()))
     accepted = {"accept_changes": True, "source": rows()}
-    with pytest.raises(ConfigError, match=r"rx\.PerProcess\b.*\bnow fed\b.*\bshared"):
+    with pytest.raises(ConfigError, match=r"rx\.ProcessLocal\b.*\bnow fed\b.*\bshared"):
         fit(dp, tmp_path / "run", **accepted)
 
 

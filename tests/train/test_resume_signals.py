@@ -37,7 +37,7 @@ def test_a_signal_stops_it_with_everything_saved(
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(DataParallel, "step", signalled)
-        first = fit(dp, tmp_path / "run", log_every=2, interrupt=rx.Interrupt(), **EVALUATED)
+        first = fit(dp, tmp_path / "run", log_every=2, interrupt=rx.types.Interrupt(), **EVALUATED)
     assert (first.interrupted, first.saved, first.exit_code) == (True, True, 75)
     assert first.steps == int(first.state.step) == at + 1
     assert steps_saved(tmp_path / "run")[-1] == str(at + 1)
@@ -68,7 +68,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(DataParallel, "evaluate", signalled)
-        first = fit(dp, tmp_path / "run", interrupt=rx.Interrupt(), **settings)
+        first = fit(dp, tmp_path / "run", interrupt=rx.types.Interrupt(), **settings)
     assert len(scored) == 2
     assert (first.steps, first.exit_code) == (at, 75)
     assert all(record.step < at for record in first.records if record.kind == "eval")
@@ -82,7 +82,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
 def test_the_exit_code_says_whether_the_same_call_goes_on(
     dp: rx.DataParallel, tmp_path: Path, settings: dict[str, Any], code: int
 ) -> None:
-    interrupt = rx.Interrupt()
+    interrupt = rx.types.Interrupt()
     interrupt.signal = signal.SIGINT
     found = fit(dp, tmp_path / "run", **{"save_every": None, "interrupt": interrupt, **settings})
     assert (found.steps, found.exit_code) == (1, code)

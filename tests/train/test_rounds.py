@@ -30,7 +30,10 @@ SETTINGS = [
 
 
 def run(
-    count: int, rounds: dict[str, Any], hooks: dict[int, list[rx.Hook]] | None = None, **more: Any
+    count: int,
+    rounds: dict[str, Any],
+    hooks: dict[int, list[rx.hooks.Hook]] | None = None,
+    **more: Any,
 ) -> list[Island]:
     """Return the islands of a run, once it is over."""
     settings = {"mode": "jit", "rounds": rx.Rounds(**rounds), "eval_source": SOURCE, **more}
@@ -75,7 +78,7 @@ class Stop(At):
     """Lets an island have a signal before a step."""
 
     def __init__(self, step: int) -> None:
-        self.interrupt = rx.Interrupt()
+        self.interrupt = rx.types.Interrupt()
         super().__init__(step, self._signal)
 
     def _signal(self) -> None:
@@ -87,7 +90,7 @@ def stopped(
     rounds: dict[str, Any],
     folder: Path,
     step: int,
-    hooks: dict[int, list[rx.Hook]] | None = None,
+    hooks: dict[int, list[rx.hooks.Hook]] | None = None,
 ) -> list[Island]:
     """Return islands that all got a signal before a step, and have saved."""
     found = []
@@ -124,7 +127,7 @@ def test_islands_that_all_stop_resume_with_the_same_bits(
     assert "optimizer state" not in capsys.readouterr().err
 
 
-class Deaf(rx.Hook):
+class Deaf(rx.hooks.Hook):
     """Lets an island not hear that the others have saved the end of the run, as they are gone."""
 
     def saving(self, run: Any) -> None:
@@ -171,7 +174,7 @@ def test_an_island_that_comes_back_takes_the_outer_state(tmp_path: Path) -> None
     assert_alike(with_one_that_comes_back(2, 12, **settings))
 
 
-class Flip(rx.Hook):
+class Flip(rx.hooks.Hook):
     """Flips a bit of a leaf after a step; `Audit` comes after it."""
 
     def __init__(self, leaf: str, step: int) -> None:
@@ -184,7 +187,7 @@ class Flip(rx.Hook):
 
 
 def test_an_audit_compares_what_islands_agree_on() -> None:
-    audits = [rx.Audit(every=4) for _ in range(3)]
+    audits = [rx.hooks.Audit(every=4) for _ in range(3)]
     flip = Flip("islands.inner.params['w']", 8)
     ended = run(3, SETTINGS[0], {n: [*[flip][: n == 1], audits[n]] for n in range(3)})
     assert_alike(ended)
@@ -192,9 +195,9 @@ def test_an_audit_compares_what_islands_agree_on() -> None:
 
 
 def test_an_audit_finds_other_outer_parameters() -> None:
-    audits = [rx.Audit(every=4) for _ in range(3)]
+    audits = [rx.hooks.Audit(every=4) for _ in range(3)]
     flip = Flip("params['w']", 8)
     ended = run(3, SETTINGS[0], {n: [*[flip][: n == 1], audits[n]] for n in range(3)})
-    assert isinstance(ended[1].error, rx.IslandLeftError)
+    assert isinstance(ended[1].error, rx.errors.IslandLeftError)
     assert_mentions(str(ended[1].error), "params['w']", "step 8", "2 of 3")
     assert_alike([ended[0], ended[2]])

@@ -60,7 +60,7 @@ def content(objects: Objects, name: str) -> list[str]:
 
 
 def test_all_files_of_a_run_are_in_the_store(dp: rx.DataParallel, objects: Objects) -> None:
-    hooks = [rx.KeepBest("loss"), rx.NoiseMeter(5)]
+    hooks = [rx.hooks.KeepBest("loss"), rx.hooks.NoiseMeter(5)]
     result = fit(dp, URL, hooks=hooks, log_every=5, **EVALUATED)
     wanted = ["best.json", "config.json", "curves.png", "goodput.jsonl", "noise_scale.json"]
     assert names(objects) == [*wanted, "records.jsonl"]
@@ -129,7 +129,7 @@ def test_a_job_of_two_processes_goes_on(tmp_path: Path) -> None:
 def test_who_was_taken_over_leaves_the_records_of_the_other(
     dp: rx.DataParallel, objects: Objects
 ) -> None:
-    class Other(rx.Hook):
+    class Other(rx.hooks.Hook):
         """A start on another host that takes this one for dead."""
 
         def step(self, run: Any, step: Any) -> None:
@@ -165,11 +165,18 @@ def test_records_that_could_not_be_written_come_later(
 
 @pytest.mark.parametrize(
     "hook",
-    [rx.CSV(), rx.TensorBoard(), rx.MLflow(), rx.WandB(), rx.Profile(1, 2), rx.CSV(f"{URL}/a.csv")],
+    [
+        rx.hooks.CSV(),
+        rx.hooks.TensorBoard(),
+        rx.hooks.MLflow(),
+        rx.hooks.WandB(),
+        rx.hooks.Profile(1, 2),
+        rx.hooks.CSV(f"{URL}/a.csv"),
+    ],
     ids=lambda hook: hook.name,
 )
 def test_what_needs_a_file_system_refuses_a_url(
-    dp: rx.DataParallel, objects: Objects, hook: rx.Hook
+    dp: rx.DataParallel, objects: Objects, hook: rx.hooks.Hook
 ) -> None:
     with pytest.raises(ConfigError, match=r"object store; .*local path") as error:
         fit(dp, URL, hooks=[hook])
@@ -178,7 +185,7 @@ def test_what_needs_a_file_system_refuses_a_url(
 
 
 def test_a_hook_with_a_folder_of_its_own_works(dp: rx.DataParallel, objects: Objects) -> None:
-    fit(dp, URL, hooks=[rx.CSV("own.csv")], steps=5)
+    fit(dp, URL, hooks=[rx.hooks.CSV("own.csv")], steps=5)
     assert os.listdir() == ["own.csv"]
 
 

@@ -27,7 +27,7 @@ class Two(Alone):
 def source(batch_size: int, *, per_process: bool) -> Source:
     data: Any = {"x": np.zeros(ROWS[0] if per_process else sum(ROWS), np.float32)}
     job = Two() if per_process else Alone()
-    data = rx.PerProcess(data) if per_process else data
+    data = rx.ProcessLocal(data) if per_process else data
     return as_source(data, batch_size, job, shuffle=False, seed=0)
 
 

@@ -131,7 +131,7 @@ def test_where_calls_end(call_sizes: CallSizes, first: list[Any], second: list[A
 
 
 def test_calls_end_where_the_run_looks_at_the_state(tmp_path: Path) -> None:
-    audit = rx.Audit(every=3)
+    audit = rx.hooks.Audit(every=3)
     settings = {"steps": 13, "steps_per_call": 4, "save_every": 6, "audit": audit}
     counts = calls_of(lambda: fit(data_parallel(2), tmp_path / "run", **settings))
     assert sum(counts) == 13
@@ -140,7 +140,7 @@ def test_calls_end_where_the_run_looks_at_the_state(tmp_path: Path) -> None:
     assert audit.clean == 5  # with that of the start
 
 
-class Looks(rx.Hook):
+class Looks(rx.hooks.Hook):
     """A hook of a user's, which looks at every state."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ def test_the_rate_of_each_record_is_that_of_its_step() -> None:
             optax.inject_hyperparams(optax.sgd)(learning_rate=schedule),
             mesh=rx.make_mesh(1),
         )
-        hooks = [rx.LearningRate()]
+        hooks = [rx.hooks.LearningRate()]
         found = fit(dp, steps=9, log_every=1, steps_per_call=steps, hooks=hooks)
         return [(r.figures or {})["learning_rate"] for r in found.records]
 

@@ -28,7 +28,7 @@ def dp() -> rx.DataParallel:
     return data_parallel(1)
 
 
-class Stuck(rx.Hook):
+class Stuck(rx.hooks.Hook):
     """A source whose batch after `most` never comes; the run that waits for it gets a signal."""
 
     def __init__(self, number: int, most: int) -> None:
@@ -143,7 +143,7 @@ def test_processes_give_up_together_when_one_of_them_waits() -> None:
 
         def feed(number: int) -> None:
             alone = processes[number].job
-            source = rx.PerProcess(own(number))
+            source = rx.ProcessLocal(own(number))
             made = Feed(
                 as_source(source, None, alone, shuffle=False, seed=0),
                 Split(replicas=1, micro_batches=1),

@@ -23,11 +23,11 @@ class MeanOfF1(F1):
         return MeanOfF1(mean, 2 * (1 - mean))
 
 
-def verified(metric: Any) -> rx.Verification:
+def verified(metric: Any) -> rx.types.Verification:
     def with_metric(model: Any, batch: Any, key: Any) -> Any:
         found, metrics = loss(model, batch, key)
         score, real = batch["x"] @ model["w"], rx.row_weights(batch["x"])
-        more = {"m": metric.of(score, batch["label"], real), "by_row": rx.PerRow(score)}
+        more = {"m": metric.of(score, batch["label"], real), "by_row": rx.ByRow(score)}
         return found, metrics | more
 
     dp = parallel(with_metric, optax.sgd(0.1), mode="shard_map")

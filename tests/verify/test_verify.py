@@ -88,5 +88,5 @@ def test_the_first_row_comes_before_anything_runs(monkeypatch: pytest.MonkeyPatc
 def test_refusals(rows: int, options: dict[str, object], said: str) -> None:
     dp = parallel(zoo.good, zoo.Entry().optimizer())
     batch = {"x": np.zeros((rows, 6), np.float32), "y": np.zeros((rows, 4), np.float32)}
-    with pytest.raises(rx.ConfigError, match=said):
+    with pytest.raises(rx.errors.ConfigError, match=said):
         rx.verify(dp, zoo.network(), batch, **options)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ class Entry:
     """Notes about correct steps."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def verify(self, modes: Any = None) -> rx.Verification:
+    def verify(self, modes: Any = None) -> rx.types.Verification:
         dp = rx.DataParallel(
             self.loss,
             self.optimizer(),

@@ -91,5 +91,5 @@ def test_a_llama_with_a_tied_head_is_trained_and_written_back(tmp_path: Path) ->
     again = rx.save_weights(loaded, tmp_path / "again", rename=tied, skip=["head.kernel"])
     assert again.keys() == written.keys() - {"lm_head.weight"}
     save_file({**written, "lm_head.weight": embedding + 1}, tmp_path / "model")
-    with pytest.raises(rx.DataError, match=r"embed\.embedding"):
+    with pytest.raises(rx.errors.DataError, match=r"embed\.embedding"):
         rx.load_weights(model, tmp_path / "model", rename=tied, skip=["head.kernel"])

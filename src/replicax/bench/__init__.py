@@ -3,6 +3,6 @@
 Read `run.py` (`bench`), `cases.py` (which steps), `runner.py` and `measurement.py` (run them in
 rounds), `bench_result.py` (figures), `report.py` and `plots.py`; `memory_curve.py` and
 `processes.py` are measurements of their own. It may import `core`, `train`, `cluster`, `analysis`
-and `recipes`, and no other command. Tests: `tests/bench/`. Public: `rx.bench`, `rx.Bench`
+and `recipes`, and no other command. Tests: `tests/bench/`. Public: `rx.bench`, `rx.types.Bench`
 (`docs/benchmarks.md`).
 """

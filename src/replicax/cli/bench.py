@@ -118,7 +118,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
 
 
 def bench_recipe(
-    parsed: Arguments[BenchOptions], job: rx.Job | None = None, **arguments: Any
+    parsed: Arguments[BenchOptions], job: rx.types.Job | None = None, **arguments: Any
 ) -> Bench:
     """Measure the recipe's step with the given options and further `arguments` of `rx.bench`."""
     options, recipe = parsed.options, parsed.recipe

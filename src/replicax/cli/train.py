@@ -25,7 +25,7 @@ from replicax.cli.step_options import (
     make_host_devices,
 )
 from replicax.cluster.failure import stop_all_now
-from replicax.core.data.sources import PerProcess, can_shuffle
+from replicax.core.data.sources import ProcessLocal, can_shuffle
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
 from replicax.errors import ConfigError, choose
@@ -49,12 +49,12 @@ NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. Small batches need hundreds of samples."""
 
 LOGGERS = {
-    "comet": rx.Comet,
-    "csv": rx.CSV,
-    "mlflow": rx.MLflow,
-    "tensorboard": rx.TensorBoard,
-    "trackio": rx.Trackio,
-    "wandb": rx.WandB,
+    "comet": rx.hooks.Comet,
+    "csv": rx.hooks.CSV,
+    "mlflow": rx.hooks.MLflow,
+    "tensorboard": rx.hooks.TensorBoard,
+    "trackio": rx.hooks.Trackio,
+    "wandb": rx.hooks.WandB,
 }
 """The loggers that `--log-to` can name."""
 
@@ -203,19 +203,19 @@ class TrainOptions:
         """The options by name, as `config.json` has them."""
         return {name: value for group in vars(self).values() for name, value in vars(group).items()}
 
-    def hooks(self) -> list[rx.Hook]:
+    def hooks(self) -> list[rx.hooks.Hook]:
         """Return the hooks that the flags request."""
-        record, hooks = self.record, list[rx.Hook]()
+        record, hooks = self.record, list[rx.hooks.Hook]()
         if record.gradient_norm:
-            hooks.append(rx.GradientNorm())
+            hooks.append(rx.hooks.GradientNorm())
         if record.profile is not None:
-            hooks.append(rx.Profile.parse(record.profile))
+            hooks.append(rx.hooks.Profile.parse(record.profile))
         if record.dump_hlo is not None:
-            hooks.append(rx.DumpHLO(record.dump_hlo))
+            hooks.append(rx.hooks.DumpHLO(record.dump_hlo))
         if self.fault.audit_every is not None:
-            hooks.append(rx.Audit(self.fault.audit_every, self.fault.on_divergence))
+            hooks.append(rx.hooks.Audit(self.fault.audit_every, self.fault.on_divergence))
         if record.measure_noise_scale:
-            hooks.append(rx.NoiseMeter(NOISE_EVERY))
+            hooks.append(rx.hooks.NoiseMeter(NOISE_EVERY))
         if self.eval.keep_best is not None:
             if not self.save.saving().wanted:
                 raise ConfigError(
@@ -223,7 +223,7 @@ class TrainOptions:
                     "nothing; leave one of them out"
                 )
             metric, mode = _with_direction(self.eval.keep_best)
-            hooks.append(rx.KeepBest(metric, mode=mode))
+            hooks.append(rx.hooks.KeepBest(metric, mode=mode))
         if self.eval.early_stopping is not None:
             hooks.append(_early_stopping(self.eval.early_stopping))
         names = words(record.log_to or "")
@@ -254,14 +254,14 @@ def train(arguments: list[str]) -> int:
 
 
 def _run(
-    parsed: Arguments[TrainOptions], hooks: list[rx.Hook], *, run_dir: Path, **settings: Any
+    parsed: Arguments[TrainOptions], hooks: list[rx.hooks.Hook], *, run_dir: Path, **settings: Any
 ) -> Fit:
     options, recipe = parsed.options, parsed.recipe
     start, compute = options.start, options.compute
     job = rx.initialize()
     speaks = job.process == 0
     for hook in hooks if speaks else ():
-        if isinstance(hook, rx.Logger):
+        if isinstance(hook, rx.hooks.Logger):
             hook.check_installed()
     if compute.devices is not None:
         make_host_devices(compute.devices, job.processes)
@@ -327,7 +327,7 @@ def in_micro_batches(
     """
 
     def fewest() -> int:
-        if isinstance(source, PerProcess) or not can_shuffle(source):
+        if isinstance(source, ProcessLocal) or not can_shuffle(source):
             return 1
         target = attached_target(list(dp.mesh.devices.flat))
         try:
@@ -350,16 +350,18 @@ def in_micro_batches(
     return dp.replace(accumulate=job.broadcast("micro-batches", fewest))
 
 
-def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
+def _figures(recipe: Any, state: TrainState) -> list[rx.hooks.Hook]:
     """Return the hooks of every run, which add figures to its metrics."""
     tokens = getattr(recipe, "tokens_per_row", None)
-    hooks: list[rx.Hook] = [rx.Throughput(tokens), rx.DeviceMemory()]
+    hooks: list[rx.hooks.Hook] = [rx.hooks.Throughput(tokens), rx.hooks.DeviceMemory()]
     # A schedule belongs to the optimizer defined in the same class.
     owner = next(each for each in type(recipe).__mro__ if "optimizer" in vars(each))
     if "schedule" in vars(owner):
-        hooks.append(rx.LearningRate(jax.jit(recipe.schedule())))  # without jit it takes a second
+        hooks.append(
+            rx.hooks.LearningRate(jax.jit(recipe.schedule()))
+        )  # without jit it takes a second
     elif len(injected_rates(state)) == 1:
-        hooks.append(rx.LearningRate())
+        hooks.append(rx.hooks.LearningRate())
     return hooks
 
 
@@ -368,7 +370,7 @@ def _end_at_once(number: int) -> None:
     stop_all_now(f"{shown_signal(number)} before the first step; start it again to continue")
 
 
-def _early_stopping(text: str) -> rx.EarlyStopping:
+def _early_stopping(text: str) -> rx.hooks.EarlyStopping:
     """Return the hook for `accuracy`, `accuracy:5` or `accuracy:5:max`."""
     rest, mode = _with_direction(text)
     metric, colon, patience = rest.partition(":")
@@ -376,7 +378,7 @@ def _early_stopping(text: str) -> rx.EarlyStopping:
         raise ConfigError(
             f"--early-stopping {text}; it must be a metric, and evaluations to wait: accuracy:5"
         )
-    return rx.EarlyStopping(metric, *([int(patience)] if colon else []), mode=mode)
+    return rx.hooks.EarlyStopping(metric, *([int(patience)] if colon else []), mode=mode)
 
 
 def _with_direction(text: str) -> tuple[str, str | None]:

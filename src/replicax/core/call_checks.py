@@ -37,7 +37,9 @@ from replicax.errors import ConfigError, LossError, StateError
 
 _COMPARED_EVERY = 256
 """Steps between two comparisons of parameters whose bits are promised."""
-_ROWS = "a batch, of which each must have all rows; its own go to dp.feed(rx.PerProcess(rows), ...)"
+_ROWS = (
+    "a batch, of which each must have all rows; its own go to dp.feed(rx.ProcessLocal(rows), ...)"
+)
 _traced = jax.disable_jit(False)  # an examination knows functions by the names that jax.jit keeps
 _log = logging.getLogger("replicax")
 
@@ -261,7 +263,7 @@ class CallChecks:
     def _check_out(self, *, rows: bool, merges: bool) -> None:
         """Raise `ConfigError` if the step returns rows, or merges a metric, where it cannot."""
         configuration, why = self.program.configuration, ""
-        what = "an rx.PerRow" if rows else "a metric that is no mean"
+        what = "an rx.ByRow" if rows else "a metric that is no mean"
         if configuration.between.apart and (rows or not configuration.mode.bitwise):
             why = configuration.between.apart
         elif self.program.split_objective.per_replica:

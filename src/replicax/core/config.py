@@ -143,9 +143,7 @@ class Configuration:
         check_leaves(params)
         params = padded_state(params, self.split(mesh).padded)
         if self.between.reshared and rows_of_state(params):
-            raise ConfigError(
-                f"an rx.PerRow in the state with {self.between.reshared}: use one job"
-            )
+            raise ConfigError(f"an rx.ByRow in the state with {self.between.reshared}: use one job")
         return definition, params, {}
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:

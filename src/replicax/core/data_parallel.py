@@ -70,7 +70,7 @@ class DataParallel:
         mesh: the devices, with an axis named `data`; all attached devices by default, the first
             one in mode `single`.
         mode: `jit`, `shard_map`, `pmap`, `exact`, `single` or a custom
-            `rx.Mode`.
+            `rx.types.Mode`.
         layout: `replicated`, `zero1`, `fsdp` or rules; see `rx.layout`.
         accumulate: gradient accumulation: the number of micro-batches per replica.
         micro_shards: in mode `exact`, the number of parts, a power of two, of a global batch on any
@@ -78,7 +78,7 @@ class DataParallel:
         precision: `float32`, `bfloat16` or `float16`; see
             `Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`,
-            `int8`, `int4` (see `rx.Coded`), or a custom one (`rx.Reduction`).
+            `int8`, `int4` (see `rx.Coded`), or a custom one (`rx.types.Reduction`).
         trainable: which parameters train, all by default; see
             `Trainable`.
         ema: decay of a moving average of the parameters; see
@@ -207,8 +207,8 @@ class DataParallel:
 
         Returns:
             The state after the step, and metrics: `"loss"` and other float32 scalars, exact means
-            over the real rows of the global batch, each `rx.PerRow`, and for each metric that is no
-            mean an `rx.Merged`.
+            over the real rows of the global batch, each `rx.ByRow`, and for each metric that is no
+            mean an `rx.types.Merged`.
 
         Raises:
             ConfigError: the first step needs more memory than is available.

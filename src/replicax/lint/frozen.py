@@ -38,7 +38,7 @@ def check_frozen(program: ParsedFile) -> None:
                         statement,
                         f"{function.name} is compiled and captured {name} when it was first "
                         "called; it keeps that value",
-                        f"pass {name} as an argument; in a loss, put rx.Shared({name}) in the "
+                        f"pass {name} as an argument; in a loss, put rx.Replicated({name}) in the "
                         "batch, or use rx.step_number() for a schedule",
                         WARNING,
                     )

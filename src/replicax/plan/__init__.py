@@ -6,5 +6,5 @@ Read `planner.py` (`plan`), `target.py` (the hardware), `steps.py` (steps of any
 `island_exchange.py`; `slow_links.py` (every method over `site_network.py`); `planned.py` has the
 records, `plan_table.py` the screen. `failures.py` stands alone. It may import `core`, `train`,
 `cluster`, `islands`, `analysis` and `recipes`, and no other command. Tests:
-`tests/plan/`. Public: `rx.plan`, `rx.Plan` (`docs/plan.md`).
+`tests/plan/`. Public: `rx.plan`, `rx.types.Plan` (`docs/plan.md`).
 """

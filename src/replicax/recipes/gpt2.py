@@ -129,7 +129,9 @@ class GPT2:
         descent = optax.adamw(self.schedule(), b2=0.95, weight_decay=decay, mask=_matrices)
         if self.muon_learning_rate is not None:
             rate = self.schedule(self.muon_learning_rate)
-            descent = rx.muon(rate, transformer.MATRICES, rest=descent, weight_decay=decay)
+            descent = rx.optimizers.muon(
+                rate, transformer.MATRICES, rest=descent, weight_decay=decay
+            )
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
 
     def schedule(self, peak: float | None = None) -> optax.Schedule:

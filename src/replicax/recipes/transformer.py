@@ -40,7 +40,7 @@ MATRICES = {
     r"c_attn'\]\['weight'\]": (1, 3),
     r"c_(proj|fc)'\]\['weight'\]": (1, 2),
 }
-"""Dims of the rows and columns of the matrices of the blocks, for `rx.muon`."""
+"""Dims of the rows and columns of the matrices of the blocks, for `rx.optimizers.muon`."""
 
 
 @typed

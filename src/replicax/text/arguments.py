@@ -313,7 +313,7 @@ _MAKES = {
     "Device": "jax.devices()[:4]",
     "DataParallel": "rx.DataParallel(loss, optimizer)",
     "Guard": "rx.Guard(max_bad_steps=5)",
-    "Hook": "an object, as rx.EarlyStopping() is",
+    "Hook": "an object, as rx.hooks.EarlyStopping() is",
     "Job": "job = rx.initialize()",
     "Mesh": "rx.make_mesh(4)",
     "Saving": "rx.Saving(every=1000)",

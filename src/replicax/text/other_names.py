@@ -39,7 +39,7 @@ ARGUMENTS = (
     (_FIT, "eval_source={}", "val_dataloaders eval_dataloader eval_loader val_ds eval_ds test_ds"),
     (_FIT, "hooks=[{}]", "hook callback callbacks"),
     (_FIT, "hooks=[{}]", _LOGGERS),
-    (_FIT, "hooks=[rx.EarlyStopping()]", "early_stopping patience early_stopping_patience"),
+    (_FIT, "hooks=[rx.hooks.EarlyStopping()]", "early_stopping patience early_stopping_patience"),
     (_FIT, "log_every={}", "log_steps logging_steps log_every_n_steps log_interval"),
     (_FIT, "steps_per_call={}", "steps_per_execution steps_per_loop iterations_per_loop"),
     (_FIT, "run_dir='runs/name'", "run workdir log_dir output_dir ckpt_dir checkpoint_dir resume"),
@@ -51,13 +51,13 @@ ARGUMENTS = (
     (_GUARD, "max_bad_steps={}", "most max_consecutive_errors"),
     (_GUARD, "skip_spikes={}", "spikes"),
     (_FIT, "progress=False", "verbose progress_bar enable_progress_bar show_progress"),
-    ("rx.EarlyStopping({})", "metric={}", "monitor metric_for_best_model"),
-    ("rx.EarlyStopping({})", "min_delta={}", "least early_stopping_threshold"),
+    ("rx.hooks.EarlyStopping({})", "metric={}", "monitor metric_for_best_model"),
+    ("rx.hooks.EarlyStopping({})", "min_delta={}", "least early_stopping_threshold"),
     ("rx.Evaluation(source, {})", "every_steps={}", "eval_steps eval_every eval_interval"),
-    ("rx.TensorBoard({})", "folder={}", "log_dir logdir"),
-    ("rx.CSV({})", "path={}", "filename file log_file"),
-    ("rx.MLflow({})", "uri={}", "tracking_uri"),
-    ("rx.MLflow({})", "experiment={}", "experiment_name"),
+    ("rx.hooks.TensorBoard({})", "folder={}", "log_dir logdir"),
+    ("rx.hooks.CSV({})", "path={}", "filename file log_file"),
+    ("rx.hooks.MLflow({})", "uri={}", "tracking_uri"),
+    ("rx.hooks.MLflow({})", "experiment={}", "experiment_name"),
     ("dp.predict(state, source, {})", "function={}", "fn func apply_fn predict_fn"),
     ("rx.plan(dp, model, source, {})", "target={}", "hardware device accelerator"),
     ("rx.load({})", "run_dir={}", "path folder checkpoint checkpoint_path ckpt_path"),
@@ -107,7 +107,9 @@ def loggers(word: str, value: Any) -> str | None:
     found = []
     for each in value if isinstance(value, list | tuple) else [value]:
         name = each if isinstance(each, str) else getattr(each, "__name__", type(each).__name__)
-        found.append(_OUR_LOGGERS.get(name.lower().removesuffix("logger"), "rx.TensorBoard()"))
+        found.append(
+            _OUR_LOGGERS.get(name.lower().removesuffix("logger"), "rx.hooks.TensorBoard()")
+        )
     return ", ".join(dict.fromkeys(found))
 
 

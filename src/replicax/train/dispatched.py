@@ -10,7 +10,7 @@ import numpy as np
 
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged
-from replicax.core.data.per_row import PerRow
+from replicax.core.data.per_row import ByRow
 from replicax.core.data.share import FeedItem
 from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.leaves import whole_on_host
@@ -65,7 +65,7 @@ class Call:
     @cached_property
     def on_host(self) -> dict[str, Any]:
         """Metrics of all steps but those by row, once they have finished; waits for them."""
-        by_step = {n: each for n, each in self.metrics.items() if not isinstance(each, PerRow)}
+        by_step = {n: each for n, each in self.metrics.items() if not isinstance(each, ByRow)}
         read: dict[str, Any] = jax.tree.map(np.asarray, by_step)
         return read
 
@@ -119,12 +119,12 @@ class Dispatched:
         return {name: value[self.number] for name, value in self.call.on_host.items()}
 
     @property
-    def by_row(self) -> dict[str, PerRow]:
+    def by_row(self) -> dict[str, ByRow]:
         """Results with an entry for each row, of all steps of its call; records do not have them.
 
         Those of several steps are `[steps, rows, ...]`.
         """
-        return {n: each for n, each in self.call.metrics.items() if isinstance(each, PerRow)}
+        return {n: each for n, each in self.call.metrics.items() if isinstance(each, ByRow)}
 
     @property
     def not_finite(self) -> int:

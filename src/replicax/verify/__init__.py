@@ -7,5 +7,5 @@
 `Verification`, a row per check (`verification.py`).
 It may import `core`, `train`, `cluster`, `analysis` and `recipes`, and no other command;
 `verified.py`, above, hands it the compilers of `plan`. Tests: `tests/verify/`. Public: `rx.verify`,
-`rx.verify_step`, `rx.Verification` (`docs/verify.md`).
+`rx.verify_step`, `rx.types.Verification` (`docs/verify.md`).
 """

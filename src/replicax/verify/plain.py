@@ -16,7 +16,7 @@ from jax import lax
 
 from replicax.core.data.batch import Batch, unshared
 from replicax.core.data.merged import Merge, apart
-from replicax.core.data.per_row import PerRow
+from replicax.core.data.per_row import ByRow
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import Precision, to_sum
 from replicax.core.ground.train_state import Metrics
@@ -195,7 +195,7 @@ def _fractions(returned: Any, rows: jax.Array) -> dict[str, Fraction]:
     return {
         name: _fraction(value, rows)
         for name, value in _by_name(returned).items()
-        if not isinstance(value, PerRow) and _metric(value) is None
+        if not isinstance(value, ByRow) and _metric(value) is None
     }
 
 
@@ -219,8 +219,8 @@ def other_metrics(returned: Any, rows: jax.Array) -> Metrics:
     """Return values by row, and metrics that are no means; `rows` is 0 for padding."""
     found: Metrics = {}
     for name, value in _by_name(returned).items():
-        if isinstance(value, PerRow):
-            found[name] = PerRow(value.value, rows)
+        if isinstance(value, ByRow):
+            found[name] = ByRow(value.value, rows)
         elif metric := _metric(value):
             found[name] = apart(name, *metric, rows)
     return found

@@ -20,7 +20,7 @@ from replicax.analysis.compiled import inspect
 from replicax.analysis.flops import count_flops
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged, named_values
-from replicax.core.data.per_row import PerRow
+from replicax.core.data.per_row import ByRow
 from replicax.core.data.rows import OpenedRows, opened
 from replicax.core.data.share import Share
 from replicax.core.data_parallel import DataParallel
@@ -406,7 +406,7 @@ def as_arrays(metrics: Metrics, mask: Any) -> Metrics:
             values = named_values(name, value.compute()) if counts else {}
             found |= {each: np.asarray(values[each], np.float32) for each in values}
         else:
-            found[name] = value.whole() if isinstance(value, PerRow) else value
+            found[name] = value.whole() if isinstance(value, ByRow) else value
     return found
 
 

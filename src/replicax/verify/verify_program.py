@@ -85,7 +85,7 @@ def verify_program(
     given = opened(batch)
     if given.sets:
         raise ConfigError(
-            "verify was given a batch with an rx.RowSet, which it does not cut: compare dp.step "
+            "verify was given a batch with an rx.ExtraRows, which it does not cut: compare dp.step "
             "with mode='single', or verify a step without the set"
         )
     rows = _rows(dp, given.count, micro_batches)

@@ -129,7 +129,7 @@ def test_a_run_that_stops_within_a_round_goes_on_with_the_same_bits(
     settings: dict[str, Any] = {"batch_size": BATCH, "progress": False, "log_every": 2}
     devices = 1 if rounds.axis is None else 2
 
-    def run(steps: int, name: str) -> rx.Fit:
+    def run(steps: int, name: str) -> rx.types.Fit:
         dp = on(devices, rounds)
         return rx.fit(dp, dp.init(MODEL), SOURCE, steps=steps, run_dir=name, **settings)
 

@@ -139,7 +139,7 @@ def test_evaluate_takes_any_loss() -> None:
     assert found["loss"] == pytest.approx(error.mean(), rel=1e-6)
     assert found["rows"] == ROWS
     assert parallel(loss=of_state).evaluate is not None
-    with pytest.raises(rx.ConfigError, match=r"evaluate\(state, batches, .*=loss"):
+    with pytest.raises(rx.errors.ConfigError, match=r"evaluate\(state, batches, .*=loss"):
         dp.evaluate(at, batches())
     other = rx.DataParallel(of_state, step=step)
     assert other.evaluate(other.init(state()), batches(other)) == pytest.approx(found)

@@ -35,7 +35,7 @@ def changed(**values: Callable[[State, Any, Any], Any]) -> Any:
     ],
 )
 def test_replicas_that_would_differ_are_refused(custom: Any, said: str) -> None:
-    with pytest.raises(rx.LossError, match=said):
+    with pytest.raises(rx.errors.LossError, match=said):
         trained(parallel(custom), state())
     if "reduces" not in said:
         trained(parallel(custom, "jit"), state(), batch_size=52)
@@ -43,7 +43,7 @@ def test_replicas_that_would_differ_are_refused(custom: Any, said: str) -> None:
 
 def test_rows_of_the_step_itself_need_real_rows() -> None:
     custom = changed(seen=lambda s, b, k: jnp.mean(b["y"]))
-    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.row_weights"):
         trained(parallel(custom, "jit", 8), state())
     _, told = trained(parallel(custom, "jit"), state())  # 20 rows are 5 for each device
     assert told[1]["seen"] == pytest.approx(rows()["y"][BATCH:].mean(), rel=1e-5)
@@ -53,7 +53,7 @@ def test_rows_of_the_step_itself_need_real_rows() -> None:
 
 def test_gathered_rows_need_real_rows_too() -> None:
     custom = changed(seen=lambda s, b, k: jnp.mean(rx.gather(b["y"])))
-    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.row_weights"):
         trained(parallel(custom, devices=8), state())
     _, told = trained(parallel(custom), state(), batch_size=52)
     assert told[0]["seen"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
@@ -79,11 +79,11 @@ def with_loss(loss: Any) -> Any:
 
 
 def test_a_loss_whose_rows_meet_is_refused() -> None:
-    with pytest.raises(rx.LossError, match=r"rx\.gather"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.gather"):
         trained(parallel(with_loss(contrastive)), state())
-    with pytest.raises(rx.LossError, match="accumulate=1"):
+    with pytest.raises(rx.errors.LossError, match="accumulate=1"):
         trained(parallel(with_loss(contrastive), "jit", accumulate=2), state())
-    with pytest.raises(rx.LossError, match="row_weights"):
+    with pytest.raises(rx.errors.LossError, match="row_weights"):
         trained(parallel(with_loss(contrastive), "jit", 8), state())
     trained(parallel(with_loss(contrastive), "jit"), state(), batch_size=52)
     trained(parallel(with_loss(normalised)), state())
@@ -106,35 +106,39 @@ def test_a_loss_may_close_over_what_the_step_has() -> None:
 
 
 STEPS: dict[str, tuple[Any, type[Exception], str]] = {
-    "no metrics": (lambda s, b, k: s, rx.StateError, "return state, metrics"),
-    "no loss": (lambda s, b, k: (s, {"a": jnp.float32(0)}), rx.StateError, "'loss'"),
-    "a metric of rows": (lambda s, b, k: (s, {"loss": b["y"]}), rx.StateError, "rx.mean"),
+    "no metrics": (lambda s, b, k: s, rx.errors.StateError, "return state, metrics"),
+    "no loss": (lambda s, b, k: (s, {"a": jnp.float32(0)}), rx.errors.StateError, "'loss'"),
+    "a metric of rows": (lambda s, b, k: (s, {"loss": b["y"]}), rx.errors.StateError, "rx.mean"),
     "another dtype": (
         changed(done=lambda s, b, k: s["done"] * 1.0),
-        rx.StateError,
+        rx.errors.StateError,
         r"\['done'\] is int32\[\] before the step and float32\[\] after",
     ),
     "another structure": (
         lambda s, b, k: (s["model"], {"loss": jnp.float32(0)}),
-        rx.StateError,
+        rx.errors.StateError,
         "missing",
     ),
     "other rows": (
         lambda s, b, k: (s, {"loss": rx.mean(b["y"][:3])}),
-        rx.LossError,
+        rx.errors.LossError,
         "3 rows, and the step sees 32",
     ),
     "differentiated": (
         lambda s, b, k: (s, {"loss": jax.grad(lambda v: rx.mean(b["y"] * v))(1.0)}),
-        rx.LossError,
+        rx.errors.LossError,
         "rx.value_and_grad a loss",
     ),
     "sums in a loss": (
         with_loss(lambda m, b, k: b["x"] @ m["w"] - rx.mean(b["x"])),
-        rx.LossError,
+        rx.errors.LossError,
         "rx.mean was called in a loss",
     ),
-    "ints": (with_loss(lambda m, b, k: b["x"].sum(-1).astype(int)), rx.LossError, "dtype int32"),
+    "ints": (
+        with_loss(lambda m, b, k: b["x"].sum(-1).astype(int)),
+        rx.errors.LossError,
+        "dtype int32",
+    ),
 }
 
 
@@ -148,7 +152,7 @@ def test_a_step_that_does_not_keep_its_contract(name: str) -> None:
 
 def test_a_python_number_that_changes_is_refused() -> None:
     counted = changed(done=lambda s, b, k: s["done"] + 1)
-    with pytest.raises(rx.StateError, match=r"jnp\.asarray"):
+    with pytest.raises(rx.errors.StateError, match=r"jnp\.asarray"):
         trained(parallel(counted, "jit", 1), {**state(), "done": 0})
 
 
@@ -179,5 +183,5 @@ class Remembers:
 def test_options_that_a_custom_step_cannot_have_are_refused(
     settings: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(rx.ConfigError, match=said):
+    with pytest.raises(rx.errors.ConfigError, match=said):
         rx.DataParallel(**{"step": step, "mode": "shard_map", **settings}).init(state())

@@ -68,7 +68,7 @@ def differentiated(of: Any) -> Any:
 def test_the_derivative_of_anything_else_is_refused(of: Any) -> None:
     dp = rx.DataParallel(step=differentiated(of))
     begun = dp.init(state())
-    with pytest.raises(rx.LossError, match=r"means\['loss'\]"):
+    with pytest.raises(rx.errors.LossError, match=r"means\['loss'\]"):
         dp.step(begun, rows())
 
 
@@ -115,12 +115,12 @@ def test_other_derivatives_of_it_are_one_line(of: Any, fix: str) -> None:
 
     dp = rx.DataParallel(step=step)
     begun = dp.init(state())
-    with pytest.raises(rx.LossError, match=fix):
+    with pytest.raises(rx.errors.LossError, match=fix):
         dp.step(begun, rows())
 
 
 def test_outside_of_a_step_they_are_too() -> None:
-    with pytest.raises(rx.LossError, match=r"jax\.jvp\(lambda"):
+    with pytest.raises(rx.errors.LossError, match=r"jax\.jvp\(lambda"):
         forward(model(), rows())
 
 

@@ -21,7 +21,7 @@ MODEL = {"w": np.float32([0.3, 0.2, 0.1])}
 def points(edge: int = EDGE) -> dict[str, Any]:
     random = np.random.default_rng(0)
     x = random.normal(size=(INSIDE, 3)).astype(np.float32)
-    return {"x": x, "edge": rx.RowSet({"x": random.normal(size=(edge, 3)).astype(np.float32)})}
+    return {"x": x, "edge": rx.ExtraRows({"x": random.normal(size=(edge, 3)).astype(np.float32)})}
 
 
 def residual(model: Any, batch: Any, key: Any) -> Any:
@@ -38,7 +38,7 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     size = rx.mean(batch["edge"].map(lambda rows: jnp.abs(rows["x"][:, 0])))
     state = jax.tree.map(lambda leaf, a, b: leaf - 0.1 * (a + 0.5 * b), state, first, other)
     metrics = {"loss": inside["loss"] + 0.5 * edge["loss"], "size": size}
-    return state, {**metrics, "rows": rx.PerRow(rows.map(lambda found: found["loss"]))}
+    return state, {**metrics, "rows": rx.ByRow(rows.map(lambda found: found["loss"]))}
 
 
 def on_one_device(steps: int, batch: Any) -> tuple[Any, list[float]]:
@@ -84,7 +84,7 @@ def test_a_batch_may_have_sets_alone() -> None:
         return state, {"loss": inside["loss"] + 0.5 * edge["loss"]}
 
     for edge in (10, 3):
-        batch = {"edge": points(edge)["edge"], "inside": rx.RowSet({"x": points(edge)["x"]})}
+        batch = {"edge": points(edge)["edge"], "inside": rx.ExtraRows({"x": points(edge)["x"]})}
         dp = parallel(custom, "shard_map", accumulate=2)
         _, metrics = dp.step(dp.init(MODEL), batch)
         expected = on_one_device(1, points(edge))[1][0]
@@ -127,13 +127,13 @@ def mixing(model: Any, batch: Any, key: Any) -> Any:
 
 def test_rows_of_a_set_that_mix_are_refused() -> None:
     dp = parallel(with_edge(mixing), "shard_map")
-    with pytest.raises(rx.LossError, match=r"rx\.gather"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.gather"):
         dp.step(dp.init(MODEL), points(12))
     dp = parallel(with_edge(mixing), "shard_map", accumulate=2, devices=1)
-    with pytest.raises(rx.LossError, match="micro-batches"):
+    with pytest.raises(rx.errors.LossError, match="micro-batches"):
         dp.step(dp.init(MODEL), points(12))
     dp = parallel(with_edge(mixing))
-    with pytest.raises(rx.LossError, match="2 of 12 rows"):
+    with pytest.raises(rx.errors.LossError, match="2 of 12 rows"):
         dp.step(dp.init(MODEL), points(10))
     _, metrics = dp.step(dp.init(MODEL), points(12))
     values = boundary(MODEL, points(12)["edge"].value, None)
@@ -146,15 +146,23 @@ def test_rows_of_a_set_in_the_body_are_refused() -> None:
         return state, {"loss": rx.mean(batch["x"][:, 0]) + edge}
 
     dp = parallel(custom, "shard_map")
-    with pytest.raises(rx.LossError, match=r"metrics\.loss"):
+    with pytest.raises(rx.errors.LossError, match=r"metrics\.loss"):
         dp.step(dp.init(MODEL), points(12))
 
 
 @pytest.mark.parametrize(
     ("batch", "error", "said"),
     [
-        ({"x": np.ones((24, 3)), "edge": np.ones((10, 3))}, rx.DataError, "24 rows.*10.*RowSet"),
-        ({"x": np.ones((24, 3)), "edge": rx.Shared(np.ones((10, 3)))}, rx.LossError, "RowSet"),
+        (
+            {"x": np.ones((24, 3)), "edge": np.ones((10, 3))},
+            rx.errors.DataError,
+            "24 rows.*10.*ExtraRows",
+        ),
+        (
+            {"x": np.ones((24, 3)), "edge": rx.Replicated(np.ones((10, 3)))},
+            rx.errors.LossError,
+            "ExtraRows",
+        ),
     ],
 )
 def test_other_ways_name_this_one(batch: Any, error: Any, said: str) -> None:
@@ -173,24 +181,24 @@ def test_rows_of_a_set_are_never_taken_for_those_of_the_batch() -> None:
     for edge, size in ((EDGE, 12), (INSIDE - 2, INSIDE + 4), (INSIDE, INSIDE)):
         assert dp.split.padded_set(edge, real=INSIDE, size=INSIDE) == size
     for edge in (EDGE, INSIDE - 2):
-        with pytest.raises(rx.LossError, match=f"{INSIDE}"):
+        with pytest.raises(rx.errors.LossError, match=f"{INSIDE}"):
             dp.step(dp.init(MODEL), points(edge))
 
 
 def test_a_set_made_in_the_step_is_refused() -> None:
     def custom(state: Any, batch: Any, key: Any) -> Any:
-        return state, {"loss": rx.mean(rx.RowSet(batch["edge"].value["x"][:, 0]))}
+        return state, {"loss": rx.mean(rx.ExtraRows(batch["edge"].value["x"][:, 0]))}
 
     dp = parallel(custom)
-    with pytest.raises(rx.LossError, match="map"):
+    with pytest.raises(rx.errors.LossError, match="map"):
         dp.step(dp.init(MODEL), points())
 
 
 def test_where_a_loss_is_called_on_the_batch_sets_are_refused() -> None:
     dp, built_in = parallel(), rx.DataParallel(residual, optax.sgd(0.1))
-    with pytest.raises(rx.ConfigError, match="RowSet"):
+    with pytest.raises(rx.errors.ConfigError, match="ExtraRows"):
         built_in.step(built_in.init(MODEL), points())
-    with pytest.raises(rx.ConfigError, match="RowSet"):
+    with pytest.raises(rx.errors.ConfigError, match="ExtraRows"):
         dp.evaluate(dp.init(MODEL), [points()], loss=residual)
-    with pytest.raises(rx.ConfigError, match="RowSet"):
+    with pytest.raises(rx.errors.ConfigError, match="ExtraRows"):
         rx.verify(dp, MODEL, points())

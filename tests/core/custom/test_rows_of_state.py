@@ -27,7 +27,7 @@ def source() -> dict[str, np.ndarray]:
 def begun() -> dict[str, Any]:
     hidden = {"h": jnp.zeros((BATCH, 3)), "seen": jnp.zeros(BATCH, jnp.int32)}
     keys = jax.random.split(jax.random.key(7), BATCH)
-    return {"w": jnp.full(3, 0.1), "hidden": rx.PerRow(hidden), "keys": rx.PerRow(keys)}
+    return {"w": jnp.full(3, 0.1), "hidden": rx.ByRow(hidden), "keys": rx.ByRow(keys)}
 
 
 def drawn(keys: Any) -> tuple[Any, Any]:
@@ -43,7 +43,7 @@ def after(hidden: Any, w: Any, x: Any, noise: Any) -> Any:
 
 def loss(w: Any, batch: Any, key: Any) -> Any:
     hidden = after(batch["h"], w, batch["x"], batch["noise"])
-    return (hidden.sum(-1) - batch["y"]) ** 2, {"hidden": rx.PerRow(hidden)}
+    return (hidden.sum(-1) - batch["y"]) ** 2, {"hidden": rx.ByRow(hidden)}
 
 
 def step(state: Any, batch: Any, key: Any) -> Any:
@@ -52,7 +52,7 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     means, gradient, rows = rx.value_and_grad(loss, rows=True)(state["w"], seen, key)
     hidden = {"h": rows["hidden"], "seen": hidden["seen"] + 1}
     w = state["w"] - 0.05 * gradient
-    return {"w": w, "hidden": rx.PerRow(hidden), "keys": rx.PerRow(keys)}, means
+    return {"w": w, "hidden": rx.ByRow(hidden), "keys": rx.ByRow(keys)}, means
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def fitted(state: Any, batch: Any, key: Any) -> Any:
 
     used = state["used"].value
     means, gradient = rx.value_and_grad(root)(state["w"], {**batch, "used": used}, key)
-    return {"w": state["w"] - gradient, "used": rx.PerRow(used + 1)}, means
+    return {"w": state["w"] - gradient, "used": rx.ByRow(used + 1)}, means
 
 
 @in_micro_batches
@@ -115,7 +115,7 @@ def test_padding_is_a_real_row_with_its_state(mode: str, devices: int, accumulat
     place = np.arange(16, dtype=np.float32)
     used = np.where(place < 9, place, np.nan)
     dp = parallel(mode, devices, accumulate=accumulate, step=fitted)
-    state = dp.init({"w": jnp.ones(()), "used": rx.PerRow(jnp.asarray(used))})
+    state = dp.init({"w": jnp.ones(()), "used": rx.ByRow(jnp.asarray(used))})
     state, _ = dp.step(state, next(iter(dp.feed({"limit": place[:9] + 4}, 16))))
     after = dp.model(state)
     np.testing.assert_allclose(after["w"], 1 - 4, rtol=1e-6)  # of (2 w - 1)^2
@@ -173,7 +173,7 @@ def test_a_guard_skips_a_step_with_a_bad_row(mode: str) -> None:
         after, means = step(state, batch, key)
         hidden = after["hidden"].value
         bad = jnp.where(batch["x"][:, :1] == source()["x"][2, 0], jnp.nan, hidden["h"])
-        return {**after, "hidden": rx.PerRow({**hidden, "h": bad})}, means
+        return {**after, "hidden": rx.ByRow({**hidden, "h": bad})}, means
 
     dp = parallel(mode, 2, step=broken)
     safe, state = guarded(dp, dp.init(begun())), dp.init(begun())
@@ -193,19 +193,19 @@ def test_a_guard_skips_a_step_with_a_bad_row(mode: str) -> None:
 def mixing(state: Any, batch: Any, key: Any) -> Any:
     after, means = step(state, batch, key)
     hidden = after["hidden"].value
-    return {**after, "hidden": rx.PerRow({**hidden, "h": hidden["h"] - hidden["h"].mean(0)})}, means
+    return {**after, "hidden": rx.ByRow({**hidden, "h": hidden["h"] - hidden["h"].mean(0)})}, means
 
 
 def test_rows_that_mix_are_refused() -> None:
     dp = parallel("shard_map", step=mixing)
-    with pytest.raises(rx.LossError, match=r"state\.hidden"):
+    with pytest.raises(rx.errors.LossError, match=r"state\.hidden"):
         dp.step(dp.init(begun()), {name: rows[:BATCH] for name, rows in source().items()})
 
 
 def test_a_batch_of_more_rows_is_refused_and_one_of_fewer_is_padded() -> None:
     dp = parallel("jit", 2)
     state = dp.init(begun())
-    with pytest.raises(rx.StateError, match=r"10 rows .* 36"):
+    with pytest.raises(rx.errors.StateError, match=r"10 rows .* 36"):
         dp.step(state, source())
     state, _ = dp.step(state, {name: rows[:4] for name, rows in source().items()})
     assert dp.model(state)["hidden"].value["seen"].tolist() == [1] * 4 + [0] * 6
@@ -215,11 +215,11 @@ def test_a_batch_of_more_rows_is_refused_and_one_of_fewer_is_padded() -> None:
     ("settings", "state", "said"),
     [
         ({"rounds": rx.Rounds(every=2, axis="data")}, begun(), "islands"),
-        ({}, {**begun(), "other": rx.PerRow(jnp.zeros(3))}, "10 and 3 rows|3 and 10 rows"),
-        ({}, {**begun(), "other": rx.PerRow(jnp.zeros(()))}, "no and 10 rows|10 and no rows"),
+        ({}, {**begun(), "other": rx.ByRow(jnp.zeros(3))}, "10 and 3 rows|3 and 10 rows"),
+        ({}, {**begun(), "other": rx.ByRow(jnp.zeros(()))}, "no and 10 rows|10 and no rows"),
     ],
 )
 def test_what_cannot_have_rows_is_refused(settings: Any, state: Any, said: str) -> None:
-    with pytest.raises(rx.ConfigError, match=said) as caught:
+    with pytest.raises(rx.errors.ConfigError, match=said) as caught:
         parallel("shard_map", 2, **settings).init(state)
     assert "\n" not in str(caught.value)

@@ -33,7 +33,7 @@ def rows() -> dict[str, np.ndarray]:
 def loss(model: Any, batch: Any, key: Any) -> Any:
     error = batch["x"] @ model["w"] - batch["y"]
     by_row = {"error": error, "above": error > 0, "number": batch["number"]}
-    return error**2, {"size": jnp.abs(error), "by_row": rx.PerRow(by_row)}
+    return error**2, {"size": jnp.abs(error), "by_row": rx.ByRow(by_row)}
 
 
 def step(state: Any, batch: Any, key: Any) -> Any:
@@ -46,7 +46,7 @@ def step(state: Any, batch: Any, key: Any) -> Any:
     seen = {**batch, "weight": found["size"]}
     weighed, gradient = rx.value_and_grad(weighted)(state, seen, key)
     model = jax.tree.map(lambda leaf, slope: leaf - 0.01 * slope, state, gradient)
-    return model, {**weighed, "plain": means["loss"], "found": rx.PerRow(found)}
+    return model, {**weighed, "plain": means["loss"], "found": rx.ByRow(found)}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_exact_returns_the_same_bits_on_any_devices() -> None:
 
 def test_rows_may_be_constants_in_exact() -> None:
     def of_step(state: Any, batch: Any, key: Any) -> Any:
-        return state, {"loss": rx.mean(batch["y"]), "ones": rx.PerRow(jnp.ones(len(batch["y"])))}
+        return state, {"loss": rx.mean(batch["y"]), "ones": rx.ByRow(jnp.ones(len(batch["y"])))}
 
     dp = parallel(mode="exact", devices=2, step=of_step)
     _, metrics = dp.step(dp.init(MODEL), rows())
@@ -120,9 +120,13 @@ def test_evaluation_has_means_alone() -> None:
 @pytest.mark.parametrize(
     ("returned", "error", "said"),
     [
-        (lambda error: rx.PerRow(error - jnp.mean(error)), rx.LossError, "depends on the other"),
-        (lambda error: rx.PerRow({"a": error[:3]}), rx.LossError, r"'a'.*\(3,\)"),
-        (lambda error: rx.PerRow(jnp.mean(error)), rx.LossError, r"\(\)"),
+        (
+            lambda error: rx.ByRow(error - jnp.mean(error)),
+            rx.errors.LossError,
+            "depends on the other",
+        ),
+        (lambda error: rx.ByRow({"a": error[:3]}), rx.errors.LossError, r"'a'.*\(3,\)"),
+        (lambda error: rx.ByRow(jnp.mean(error)), rx.errors.LossError, r"\(\)"),
     ],
 )
 def test_results_that_are_not_of_a_row_are_refused(returned: Any, error: Any, said: str) -> None:
@@ -146,11 +150,11 @@ def test_results_that_are_not_of_a_row_are_refused(returned: Any, error: Any, sa
 def test_islands_refuse_them() -> None:
     rounds = rx.Rounds(every=2, axis="data")
     dp = parallel(loss, optax.sgd(0.1), mode="shard_map", devices=2, rounds=rounds)
-    with pytest.raises(rx.ConfigError, match="PerRow"):
+    with pytest.raises(rx.errors.ConfigError, match="ByRow"):
         dp.step(dp.init(MODEL), rows())
 
 
-class Seen(rx.Hook):
+class Seen(rx.hooks.Hook):
     """Keep the rows of each step's results."""
 
     def __init__(self) -> None:
@@ -194,7 +198,7 @@ def test_a_generator_sees_what_the_loop_did(opened: Any, chosen: dict[str, int])
     done: list[int] = []
 
     def of_done(model: Any, batch: Any, key: Any) -> Any:
-        return loss(model, batch, key)[0], {"done": rx.PerRow(batch["done"])}
+        return loss(model, batch, key)[0], {"done": rx.ByRow(batch["done"])}
 
     dp = parallel(of_done, optax.sgd(0.1))
     with rx.Run(dp, dp.init(MODEL), opened(done), steps=6, progress=False, **chosen) as run:

@@ -18,7 +18,7 @@ from support.waiting import HANG_SECONDS, until
 from replicax.core.data import feed as feed_module
 from replicax.core.data.batch import Batch
 from replicax.core.data.feed import Feed, Split
-from replicax.core.data.sources import PerProcess, as_source
+from replicax.core.data.sources import ProcessLocal, as_source
 from replicax.core.ground.job import Alone
 from replicax.core.placement.mesh import by_rows, make_mesh
 from replicax.errors import ConfigError, DataError
@@ -153,7 +153,7 @@ def test_a_pass_can_begin_at_any_batch_of_its_epoch(kind: str, first: int) -> No
 
 
 def test_a_pass_over_rows_of_each_process_can_begin_at_any_batch() -> None:
-    own = PerProcess({"x": np.arange(40)})
+    own = ProcessLocal({"x": np.arange(40)})
     assert counted(list(feed(own, 16, first=1))) == list(range(16, 40))
     assert list(feed(own, 16, first=3)) == []
 

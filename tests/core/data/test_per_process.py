@@ -26,7 +26,7 @@ class Pair(Alone):
 
 def opened(own: Any, other: int | None) -> Any:
     """Data of this process beside a process with `other` rows, at a batch size of 16 for both."""
-    return as_source(rx.PerProcess(own), 16, Pair(other), shuffle=False, seed=0)
+    return as_source(rx.ProcessLocal(own), 16, Pair(other), shuffle=False, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_the_length_is_not_known_where_one_process_does_not_know_it() -> None:
 
 def test_processes_divide_the_batch_size() -> None:
     with pytest.raises(ConfigError, match=r"batch_size=15 .* 2 processes .* multiple of 2"):
-        as_source(rx.PerProcess(np.arange(9)), 15, Pair(9), shuffle=False, seed=0)
+        as_source(rx.ProcessLocal(np.arange(9)), 15, Pair(9), shuffle=False, seed=0)

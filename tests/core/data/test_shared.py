@@ -1,4 +1,4 @@
-"""Values in a batch that are not rows: `rx.Shared`."""
+"""Values in a batch that are not rows: `rx.Replicated`."""
 
 import functools
 from typing import Any
@@ -39,7 +39,7 @@ def values(number: int) -> dict[str, Any]:
 
 def batches() -> list[dict[str, Any]]:
     return [
-        {"x": X[at : at + BATCH], **{n: rx.Shared(v) for n, v in values(number).items()}}
+        {"x": X[at : at + BATCH], **{n: rx.Replicated(v) for n, v in values(number).items()}}
         for number, at in enumerate(range(0, ROWS, BATCH))
     ]
 
@@ -101,7 +101,7 @@ def test_in_a_custom_step(place: str) -> None:
 
 
 def test_beside_arrays_they_stay_for_an_epoch() -> None:
-    source = {"x": X, **{n: rx.Shared(v) for n, v in values(0).items()}}
+    source = {"x": X, **{n: rx.Replicated(v) for n, v in values(0).items()}}
     dp = parallel("jit")
     state = dp.init(MODEL)
     expected = float(loss(MODEL, {"x": X, **values(0)}, None)[0].mean())
@@ -111,13 +111,13 @@ def test_beside_arrays_they_stay_for_an_epoch() -> None:
 
 
 def test_a_random_key_in_one_is_named() -> None:
-    batch = {"x": X, "noise": rx.Shared({"key": jax.random.key(0)})}
-    with pytest.raises(rx.DataError, match=r"batch\['noise'\]\['key'\]"):
+    batch = {"x": X, "noise": rx.Replicated({"key": jax.random.key(0)})}
+    with pytest.raises(rx.errors.DataError, match=r"batch\['noise'\]\['key'\]"):
         parallel("jit").feed(batch, 8).__iter__().__next__()
 
 
 def test_only_rows_are_counted() -> None:
     dp = parallel("jit")
-    with pytest.raises(rx.DataError, match="no array"):
-        dp.step(dp.init(MODEL), {"clip": rx.Shared(1.0)})
-    assert repr(rx.Shared(0.2)) == "Shared(0.2)"
+    with pytest.raises(rx.errors.DataError, match="no array"):
+        dp.step(dp.init(MODEL), {"clip": rx.Replicated(1.0)})
+    assert repr(rx.Replicated(0.2)) == "Replicated(0.2)"

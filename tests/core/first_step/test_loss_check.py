@@ -175,7 +175,7 @@ def step(loss: Loss, model: Any = MODEL, rows: int = ROWS, **arguments: Any) -> 
 def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
     loss: Loss, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises(rx.LossError, match=r"some of\b") as caught:
+    with pytest.raises(rx.errors.LossError, match=r"some of\b") as caught:
         step(loss, **arguments)
     said = str(caught.value)
     assert " - [" not in said  # nothing was broadcast
@@ -188,7 +188,7 @@ def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
 
 @pytest.mark.parametrize("loss", GATHER_WRONGLY)
 def test_what_is_gathered_must_be_that_of_one_device(loss: Loss) -> None:
-    with pytest.raises(rx.LossError, match=r"gather|position"):
+    with pytest.raises(rx.errors.LossError, match=r"gather|position"):
         step(loss, mode="shard_map")
 
 
@@ -207,11 +207,11 @@ def test_it_is_refused_where_padding_is_among_the_rows(loss: Loss) -> None:
     dp = rx.DataParallel(loss, optax.sgd(0.01))
     state = dp.init(MODEL)
     first, last = dp.feed(DATA, 12)
-    with pytest.raises(rx.LossError, match=r"4 of 16 rows .* padding.*rx\.row_weights"):
+    with pytest.raises(rx.errors.LossError, match=r"4 of 16 rows .* padding.*rx\.row_weights"):
         dp.step(state, first)
-    with pytest.raises(rx.LossError, match=r"12 of 16 rows .* padding.*rx\.row_weights"):
+    with pytest.raises(rx.errors.LossError, match=r"12 of 16 rows .* padding.*rx\.row_weights"):
         dp.step(state, last)
-    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.row_weights"):
         dp.evaluate(state, [first])
 
 
@@ -240,7 +240,7 @@ def test_gathered_rows_with_padding_among_them_are_refused() -> None:
     def gathering(model: Any, batch: Any, key: Any) -> Any:
         return errors(model, batch, key) - jnp.mean(rx.gather(batch["x"]))
 
-    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.row_weights"):
         step(gathering, mode="shard_map", rows=ROWS - 1)
     step(gathering, mode="shard_map")
 
@@ -257,7 +257,7 @@ def test_no_declaration_is_advised_where_gradients_of_rows_meet() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return centred_behind(errors(model, batch, key)) ** 2
 
-    with pytest.raises(rx.LossError, match="gradient") as caught:
+    with pytest.raises(rx.errors.LossError, match="gradient") as caught:
         step(loss, mode="shard_map")
     assert "rx.independent" not in str(caught.value)
 
@@ -266,7 +266,7 @@ def test_a_key_that_is_the_same_on_every_replica_is_named() -> None:
     def noisy(model: Any, batch: Any, key: Any) -> Any:
         return errors(model, batch, key) * jax.random.normal(jax.random.key(3), (len(batch["x"]),))
 
-    with pytest.raises(rx.LossError, match=r"rx\.row_numbers"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.row_numbers"):
         step(noisy, mode="shard_map")
 
 
@@ -277,7 +277,7 @@ def test_a_key_of_the_state_that_a_loss_gets_is_another_on_every_replica() -> No
     def own(state: Any, batch: Any, key: Any) -> Any:
         key, drawn_by = jax.random.split(state["key"])
         means, _, by_row = rx.value_and_grad(noisy, rows=True)(state, batch, drawn_by)
-        return {**state, "key": key}, {**means, "all": rx.PerRow(by_row["loss"])}
+        return {**state, "key": key}, {**means, "all": rx.ByRow(by_row["loss"])}
 
     dp = parallel(step=own, mode="shard_map", devices=2)
     _, metrics = dp.step(dp.init({**MODEL, "key": jax.random.key(1)}), DATA)
@@ -313,7 +313,7 @@ def test_padding_changes_no_random_numbers_in_jit(draw: Any) -> None:
     for devices in (1, 4):
         dp = parallel(noisy, optax.sgd(0.01), devices=devices)
         if devices > 1 and draw is rows_behind:
-            with pytest.raises(rx.LossError, match=r"\[\.\.\., rows\].*3 of 16 rows"):
+            with pytest.raises(rx.errors.LossError, match=r"\[\.\.\., rows\].*3 of 16 rows"):
                 dp.step(dp.init(MODEL), rows)
         else:
             found.append(float(dp.step(dp.init(MODEL), rows)[1]["loss"]))

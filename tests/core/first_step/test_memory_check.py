@@ -22,14 +22,14 @@ def test_a_state_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch.setattr(memory_check, "GIBIBYTE", 2**20)
     model = jnp.ones(2**17)  # with Adam's two moments 1.5 MiB
     halves = rx.make_mesh(2)
-    with pytest.raises(rx.ConfigError) as caught:
+    with pytest.raises(rx.errors.ConfigError) as caught:
         rx.DataParallel(wide, optax.adam(0.1), mesh=rx.make_mesh(1)).init(model)
     text = str(caught.value)
     assert_mentions(text, "training state", "1.5 GiB per", "1.0 GiB are")
     assert "fsdp" in text
-    with pytest.raises(rx.ConfigError, match=r"1\.5 GiB on 2 host devices"):
+    with pytest.raises(rx.errors.ConfigError, match=r"1\.5 GiB on 2 host devices"):
         rx.DataParallel(wide, optax.adam(0.1), mesh=halves, layout="fsdp").init(model)
-    with pytest.raises(rx.ConfigError, match=r"3\.0 GiB on 2 host devices"):
+    with pytest.raises(rx.errors.ConfigError, match=r"3\.0 GiB on 2 host devices"):
         rx.DataParallel(wide, optax.adam(0.1), mesh=halves).init(model)
 
 
@@ -45,7 +45,7 @@ def test_a_step_that_cannot_fit_is_refused_with_the_figures(
 ) -> None:
     monkeypatch.setattr(memory_check, "free_host_bytes", lambda: 2**18)
     monkeypatch.setattr(memory_check, "GIBIBYTE", 2**20)
-    with pytest.raises(rx.ConfigError) as caught:
+    with pytest.raises(rx.errors.ConfigError) as caught:
         first_step(mesh=rx.make_mesh(2))
     text = str(caught.value)
     assert_mentions(text, "step of 8 rows", "2 host devices", "training state", "0.2 GiB are")
@@ -87,7 +87,7 @@ def assert_needs(needs: int, programs: list[Any], platform: str) -> None:
     """Check that the programs fit into so many bytes, and not into one less."""
     free, used = (Devices(Device(platform, bytes_limit=needs, bytes_in_use=n)) for n in (0, 1))
     memory_check.check_fits(programs, free, 8)  # type: ignore[arg-type]
-    with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
+    with pytest.raises(rx.errors.ConfigError, match="a step of 8 rows needs"):
         memory_check.check_fits(programs, used, 8)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ MIXING = {
     "a mean in a closure": Program((("always", "mean"),), before=1, closure=True),
     "a term that a schedule starts": Program((("warm-up", "contrast"),)),
     "a term in one of five steps": Program((("every fifth", "contrast"),)),
-    "a term with a weight in rx.Shared": Program((("weight", "contrast"),)),
+    "a term with a weight in rx.Replicated": Program((("weight", "contrast"),)),
     "a term behind a gate": Program((("gate", "contrast"),)),
     "only in training": Program((("in training", "contrast"),)),
     "nothing masked in the first batch": Program((("always", "masked mean"),)),

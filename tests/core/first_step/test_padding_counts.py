@@ -95,7 +95,7 @@ COUNT = {
 @pytest.mark.parametrize("name", only(["largest", "saturated", "number", "backward"], COUNT))
 def test_padding_that_counts_is_refused(name: str) -> None:
     dp = parallel(COUNT[name], optax.sgd(0.1), mode="jit", devices=2)
-    with pytest.raises(rx.LossError, match=r"3 of 16 rows"):
+    with pytest.raises(rx.errors.LossError, match=r"3 of 16 rows"):
         dp.step(dp.init(W), next(iter(dp.feed(BATCH, 16))))
 
 

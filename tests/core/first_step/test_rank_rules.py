@@ -50,7 +50,7 @@ BY_RANK = {
 BY_PATH = {
     "adamw": optax.adamw(0.1),
     "names": optax.adamw(0.1, mask={"last": True, "layers": {"bias": False, "kernel": True}}),
-    "muon": rx.muon(0.1, "kernel"),
+    "muon": rx.optimizers.muon(0.1, "kernel"),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
     "factored": optax.adafactor(0.1),
 }

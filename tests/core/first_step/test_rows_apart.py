@@ -121,7 +121,7 @@ def test_padding_is_looked_at_for_each_number_of_rows() -> None:
     dp = parallel(loss, optax.sgd(0.1))
     state = dp.init(MODEL)
     (batch,) = dp.feed({name: leaf[:13] for name, leaf in DATA.items()}, 16)
-    with pytest.raises(rx.LossError, match=r"3 of\b"):
+    with pytest.raises(rx.errors.LossError, match=r"3 of\b"):
         dp.step(state, batch)
 
 
@@ -150,7 +150,7 @@ def test_batches_of_another_size_are_looked_at_too() -> None:
 
     dp = parallel(loss, optax.sgd(0.1), mode="shard_map", devices=2)
     state, _ = dp.step(dp.init(MODEL), DATA)
-    with pytest.raises(rx.LossError, match=r"number\b"):
+    with pytest.raises(rx.errors.LossError, match=r"number\b"):
         dp.step(state, {name: leaf[:8] for name, leaf in DATA.items()})
 
 
@@ -159,7 +159,7 @@ def test_one_row_for_each_replica() -> None:
         return jnp.sum(error(model, batch)) / max(len(batch["x"]), 2)
 
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
-    with pytest.raises(rx.LossError, match=r"one number\b"):
+    with pytest.raises(rx.errors.LossError, match=r"one number\b"):
         dp.step(dp.init(MODEL), {name: leaf[:8] for name, leaf in DATA.items()})
 
 
@@ -167,5 +167,5 @@ def test_a_complex_number_of_rows() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return error(model, batch) * jnp.real(batch["x"][:, 0] * (2j / len(batch["x"])) ** 2)
 
-    with pytest.raises(rx.LossError, match=r"number\b"):
+    with pytest.raises(rx.errors.LossError, match=r"number\b"):
         stepped(loss, mode="shard_map")

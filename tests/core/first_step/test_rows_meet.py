@@ -245,7 +245,7 @@ IN_BLOCKS = [
 )
 @pytest.mark.parametrize("loss", MEET)
 def test_rows_that_meet_are_refused(loss: Loss, settings: dict[str, Any]) -> None:
-    with pytest.raises(rx.LossError):
+    with pytest.raises(rx.errors.LossError):
         stepped(loss, **settings)
 
 
@@ -264,13 +264,13 @@ def test_a_value_for_each_pair_of_rows_is_named_by_its_shape(
     rows = jax.tree.map(lambda leaf: leaf[: len(leaf) - (not settings)], DATA)
     size = len(jax.tree.leaves(DATA)[0])
     named = "gap" if metric else "the loss"
-    with pytest.raises(rx.LossError, match=rf"{named} .*\[{size}, {size}\].*\[{size}, 1\]"):
+    with pytest.raises(rx.errors.LossError, match=rf"{named} .*\[{size}, {size}\].*\[{size}, 1\]"):
         dp.step(dp.init(MODEL), rows)
 
 
 @pytest.mark.parametrize("loss", IN_BLOCKS)
 def test_blocks_of_rows_are_refused_where_their_places_count(loss: Loss) -> None:
-    with pytest.raises(rx.LossError, match=r"replicas\b"):
+    with pytest.raises(rx.errors.LossError, match=r"replicas\b"):
         stepped(loss, mode="shard_map")
 
 

@@ -83,7 +83,7 @@ FOREIGN = {
 def test_what_is_no_model_is_refused_by_name(kind: str) -> None:
     make, name, fix = FOREIGN[kind]
     dp = rx.DataParallel(lambda m, b, k: b, ADAM, mode="single")
-    with refused(rx.ConfigError, name, fix):
+    with refused(rx.errors.ConfigError, name, fix):
         dp.init(make())
 
 

@@ -36,7 +36,7 @@ def trained(network: Any, mode: str, devices: int) -> tuple[list[float], Any, An
     def loss(model: Any, batch: Any, key: Any) -> Any:
         logits, state = network.apply(model.model, model.state, key, batch["x"], key is not None)
         values = optax.sigmoid_binary_cross_entropy(logits, batch["y"])
-        return values if key is None else rx.Written(values, state)
+        return values if key is None else rx.NewState(values, state)
 
     dp = training.parallel(loss, optax.adam(1e-2), mode=mode, devices=devices)
     begun = rx.Stateful(*network.init(jax.random.key(0), X[:2], True))
@@ -57,5 +57,5 @@ def test_several_devices_write_the_state_of_one(network: Any) -> None:
 
 
 def test_statistics_of_each_replicas_rows_are_refused(network: Any) -> None:
-    with pytest.raises(rx.LossError, match="mode='jit'"):
+    with pytest.raises(rx.errors.LossError, match="mode='jit'"):
         trained(network, "shard_map", 2)

@@ -1,4 +1,4 @@
-"""Functional models that return their state: `rx.Stateful` and `rx.Written`."""
+"""Functional models that return their state: `rx.Stateful` and `rx.NewState`."""
 
 import functools
 import itertools
@@ -52,7 +52,7 @@ def equinox_loss(model: Any, batch: Any, key: Any) -> Any:
         batch["x"], model.state
     )
     error = found - batch["y"]
-    return rx.Written((jnp.sum(error**2, -1), {"size": jnp.abs(error[:, 0])}), state)
+    return rx.NewState((jnp.sum(error**2, -1), {"size": jnp.abs(error[:, 0])}), state)
 
 
 def codes_loss(model: Any, batch: Any, key: Any) -> Any:
@@ -67,7 +67,7 @@ def codes_loss(model: Any, batch: Any, key: Any) -> Any:
     count = jnp.sum(chosen, 0)[:, None]
     mean = jnp.where(count > 0, chosen.T @ everyone / jnp.maximum(count, 1), codes)
     state = {"codes": 0.9 * codes + 0.1 * mean, "steps": model.state["steps"] + 1}
-    return rx.Written(jnp.sum((hidden - codes[nearest(hidden)]) ** 2, -1), state)
+    return rx.NewState(jnp.sum((hidden - codes[nearest(hidden)]) ** 2, -1), state)
 
 
 def codebook() -> rx.Stateful:
@@ -83,7 +83,7 @@ def spectral_loss(model: Any, batch: Any, key: Any) -> Any:
     left = left / jnp.linalg.norm(left)
     found = batch["x"] @ w / jnp.linalg.norm(w @ left)
     values = jnp.sum((found - batch["y"]) ** 2, -1)
-    return rx.Written(values, {"left": left, "steps": state["steps"] + 1})
+    return rx.NewState(values, {"left": left, "steps": state["steps"] + 1})
 
 
 def spectral() -> rx.Stateful:
@@ -211,14 +211,14 @@ def test_padding_is_left_out_where_the_loss_leaves_it_out(train: Any) -> None:
     ("mode", "devices"), [("shard_map", 4), exhaustive(("pmap", 4)), ("exact", 1), ("exact", 4)]
 )
 def test_statistics_of_one_replica_are_refused(train: Any, mode: str, devices: int) -> None:
-    with refused(rx.LossError, match="mode='jit'"):
+    with refused(rx.errors.LossError, match="mode='jit'"):
         train(equinox_loss, network(), mode, devices)
 
 
 def of_linear(state: Callable[[Any], Any]) -> Any:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         values = (batch["x"] @ model.model["w"])[:, 0] ** 2
-        return rx.Written(values, state(model.state))
+        return rx.NewState(values, state(model.state))
 
     return loss
 
@@ -235,7 +235,7 @@ def of_linear(state: Callable[[Any], Any]) -> Any:
     ],
 )
 def test_a_state_of_other_arrays_is_refused(change: Any, said: str) -> None:
-    with pytest.raises(rx.LossError, match=said.replace(",", ", ?")):
+    with pytest.raises(rx.errors.LossError, match=said.replace(",", ", ?")):
         trained(parallel(of_linear(change), "jit", 1), codebook())
 
 
@@ -258,12 +258,12 @@ def test_a_loss_that_returns_no_state_is_refused() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return (batch["x"] @ model.model["w"])[:, 0] ** 2
 
-    with pytest.raises(rx.LossError, match=r"rx\.Written\(values, state\)"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.NewState\(values, state\)"):
         trained(parallel(loss, "jit", 1), codebook())
 
 
 def test_an_equinox_state_by_itself_names_the_fix() -> None:
-    with pytest.raises(rx.ConfigError, match=r"Equinox State.*rx\.Stateful\(model, state\)"):
+    with pytest.raises(rx.errors.ConfigError, match=r"Equinox State.*rx\.Stateful\(model, state\)"):
         parallel(equinox_loss, "jit", 1).init(eqx.nn.make_with_state(Network)(jax.random.key(0)))
 
 
@@ -298,7 +298,7 @@ def test_state_with_rows_is_handed_from_one_micro_batch_to_the_next() -> None:
             "rows": state["rows"] + len(x),
             "steps": state["steps"] + 1,
         }
-        return rx.Written((x @ model.model["w"])[:, 0] ** 2, state)
+        return rx.NewState((x @ model.model["w"])[:, 0] ** 2, state)
 
     before = {"mean": 0.0, "of_means": 0.0, "rows": jnp.int32(0), "steps": jnp.int32(0)}
     dp = parallel(loss, "jit", 2, accumulate=2)
@@ -314,24 +314,24 @@ def test_state_with_rows_is_handed_from_one_micro_batch_to_the_next() -> None:
 def test_state_from_the_key_of_a_replica_is_refused(mode: str) -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         drawn = jax.random.normal(key, model.state["codes"].shape)
-        return rx.Written(
+        return rx.NewState(
             (batch["x"] @ model.model["w"])[:, 0] ** 2, {**model.state, "codes": drawn}
         )
 
-    with pytest.raises(rx.LossError):
+    with pytest.raises(rx.errors.LossError):
         in_a_step(loss, codebook(), mode, 4)
 
 
 def test_written_rows_are_refused_in_micro_batches() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         found = batch["x"] @ model.model["w"]
-        return rx.Written(found[:, 0] ** 2, {"before": found})
+        return rx.NewState(found[:, 0] ** 2, {"before": found})
 
     model = rx.Stateful(codebook().model, {"before": jnp.zeros((BATCH, 3))})
     net, *_ = in_a_step(loss, model, "jit", 4)
     assert np.any(net.state["before"] != 0)
     for mode, accumulate in (("jit", 2), ("shard_map", 1)):
-        with pytest.raises(rx.LossError):
+        with pytest.raises(rx.errors.LossError):
             in_a_step(loss, model, mode, 4, accumulate=accumulate)
 
 
@@ -362,5 +362,5 @@ def test_the_written_state_is_not_differentiated() -> None:
         net = rx.Stateful(model, codebook().state)
         return jnp.sum(rx.value_and_grad(codes_loss)(net, rows(), jax.random.key(0))[2]["codes"])
 
-    with pytest.raises(rx.LossError, match="differentiated"):
+    with pytest.raises(rx.errors.LossError, match="differentiated"):
         jax.grad(through)(codebook().model)

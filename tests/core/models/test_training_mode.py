@@ -82,11 +82,11 @@ def test_the_mode_is_set_in_steps_in_evaluation_and_in_what_comes_back(
 def test_parts_in_inference_mode_are_refused_by_name() -> None:
     net = Attending()
     net.norm.eval()
-    with pytest.raises(rx.ConfigError, match=r"norm\.use_running_average.*deterministic"):
+    with pytest.raises(rx.errors.ConfigError, match=r"norm\.use_running_average.*deterministic"):
         parallel([], nnx_modes).init(net)
     parts = module()
     parts[0] = eqx.nn.inference_mode(parts[0])
-    with pytest.raises(rx.ConfigError, match=r"0\.inference.*2\.inference"):
+    with pytest.raises(rx.errors.ConfigError, match=r"0\.inference.*2\.inference"):
         parallel([], equinox_modes).init(parts)
 
 

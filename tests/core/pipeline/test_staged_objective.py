@@ -188,7 +188,7 @@ def test_what_a_loss_asks_for_inside_of_a_step_is_that_of_its_micro_batch() -> N
         by_step = value.values * (1 + rx.step_number()) * batch["factor"]
         return rx.Weighted(by_step, value.weights), {"real": real}
 
-    source = {**rows(), "factor": rx.Shared(0.5)}
+    source = {**rows(), "factor": rx.Replicated(0.5)}
     found = step_sums(asking, source=source, data=2, micro_batches=3)
     assert largest_difference(found, step_sums(asking, source=source, stage=1))[0] < 2e-6
     assert found.weighted["real"] == WeightedSum(ROWS, ROWS)

@@ -85,7 +85,7 @@ def beside_others(model: Any, batch: Any, key: Any) -> Any:
 
 def with_statistics(model: Any, batch: Any, key: Any) -> Any:
     value, metrics = loss(model.model, batch, key)
-    return rx.Written((value, metrics), model.state + 1)
+    return rx.NewState((value, metrics), model.state + 1)
 
 
 def stateful() -> rx.Stateful:

@@ -110,7 +110,7 @@ def test_verify_takes_it() -> None:
 
 @pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5, float("nan"), "0.9"])
 def test_another_decay_is_refused(decay: Any) -> None:
-    with pytest.raises(rx.ConfigError, match="ema="):
+    with pytest.raises(rx.errors.ConfigError, match="ema="):
         rx.DataParallel(loss, optax.sgd(0.1), ema=decay)
 
 
@@ -124,6 +124,6 @@ def test_without_one_the_state_has_none() -> None:
             dp, state, DATA, batch_size=8, steps=1, eval_source=AVERAGED, progress=False
         ),
     ):
-        with pytest.raises(rx.ConfigError, match=r"no average\b.*ema=0\.999\)"):
+        with pytest.raises(rx.errors.ConfigError, match=r"no average\b.*ema=0\.999\)"):
             ask()
     assert int(state.step) == 0

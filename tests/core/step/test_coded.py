@@ -322,7 +322,7 @@ def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:
     fitted(3, tmp_path / "parts")
     assert sha256(fitted(5, tmp_path / "parts")) == sha256(whole)
     assert np.all(np.any(whole.reduction, axis=1))
-    with pytest.raises(rx.ConfigError, match=r"reduction .*float32\[4, 1344\].*of devices"):
+    with pytest.raises(rx.errors.ConfigError, match=r"reduction .*float32\[4, 1344\].*of devices"):
         fitted(6, tmp_path / "parts", devices=2)
 
 
@@ -354,6 +354,6 @@ def test_names() -> None:
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[[], Any], match: str) -> None:
-    with pytest.raises(rx.ConfigError, match=match) as raised:
+    with pytest.raises(rx.errors.ConfigError, match=match) as raised:
         make()
     assert "\n" not in str(raised.value)

@@ -101,7 +101,7 @@ def test_of_parameters_it_is_right_or_refused() -> None:
     for mode, accumulate in (("shard_map", 1), ("jit", 2), ("exact", 1)):
         dp = parallel(of_parameters, optax.sgd(0.1), mode=mode, devices=2, accumulate=accumulate)
         state = dp.init(W)
-        with pytest.raises(rx.LossError):
+        with pytest.raises(rx.errors.LossError):
             dp.step(state, ROWS)
 
 
@@ -116,7 +116,9 @@ def divided(w: jax.Array, batch: Any, key: Any) -> jax.Array:
 
 def test_a_weighted_mean_divides_before_it() -> None:
     dp = parallel(weighted, optax.sgd(0.1), mode="single", devices=1)
-    with pytest.raises(rx.LossError, match=r"custom_vjp at test_cotangent.py:\d+ .* rx.gather"):
+    with pytest.raises(
+        rx.errors.LossError, match=r"custom_vjp at test_cotangent.py:\d+ .* rx.gather"
+    ):
         dp.step(dp.init(W), ROWS)
     dp = parallel(divided, optax.sgd(0.1), mode="shard_map", devices=2)
     after, _ = dp.step(dp.init(W), ROWS)
@@ -161,13 +163,15 @@ def test_a_set_has_it_too_or_is_refused() -> None:
         return w - 0.1 * gradient, {**means, "x": rx.mean(batch["x"][:, 0, 0])}
 
     others = {name: rows[11:] for name, rows in ROWS.items()}
-    batch = {**BATCHES["short"], "others": rx.RowSet(others)}
+    batch = {**BATCHES["short"], "others": rx.ExtraRows(others)}
     dp = parallel(step=step, mode="single")
     after, _ = dp.step(dp.init(W), batch)
     np.testing.assert_allclose(dp.model(after), plain(clipped, others), atol=1e-6)
     dp = parallel(step=step, mode="shard_map", devices=2)
     state = dp.init(W)
-    with pytest.raises(rx.LossError):  # not shown: rows of a set are constants beside the batch
+    with pytest.raises(
+        rx.errors.LossError
+    ):  # not shown: rows of a set are constants beside the batch
         dp.step(state, batch)
 
 

@@ -77,7 +77,7 @@ def test_low_precision_is_summed_in_float32() -> None:
     ],
 )
 def test_refuses_in_one_line(returned: Any, says: str) -> None:
-    with pytest.raises(rx.LossError) as caught:
+    with pytest.raises(rx.errors.LossError) as caught:
         sums(returned, MASK)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -112,7 +112,7 @@ def test_a_short_batch_of_a_scalar_loss_is_refused_or_not_padded(devices: int) -
         rows = {name: leaf[-2:] for name, leaf in SOURCE.items()}
         assert float(metrics["loss"]) == pytest.approx(float(scalar_loss(MODEL, rows, None)))
         return
-    with pytest.raises(rx.LossError, match=r"2 of 4 rows .* padding"):
+    with pytest.raises(rx.errors.LossError, match=r"2 of 4 rows .* padding"):
         dp.step(state, first)  # before the padded batch comes
 
 
@@ -121,7 +121,7 @@ def test_a_scalar_loss_is_refused_on_a_padded_batch_of_unknown_length() -> None:
     state = dp.init(MODEL)
     full, short = dp.feed([{"x": SOURCE["x"][:4]}, {"x": SOURCE["x"][:3]}])
     state, _ = dp.step(state, full)
-    with pytest.raises(rx.LossError, match=r"1 of 4 rows .* padding"):
+    with pytest.raises(rx.errors.LossError, match=r"1 of 4 rows .* padding"):
         dp.step(state, short)
 
 
@@ -131,14 +131,14 @@ def test_a_scalar_metric_is_refused_in_evaluation_with_padding() -> None:
         return values, {"largest": jnp.max(values)}
 
     dp = parallel(loss, optax.sgd(0.1))
-    with pytest.raises(rx.LossError, match=r"\blargest\b.*\bone number"):
+    with pytest.raises(rx.errors.LossError, match=r"\blargest\b.*\bone number"):
         dp.evaluate(dp.init(MODEL), dp.feed(SOURCE, 4))
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_loss_that_is_not_finite_at_the_start_is_refused(value: float) -> None:
     dp = rx.DataParallel(lambda m, b, k: m["w"] * b["x"] * value, optax.sgd(0.1), mode="single")
-    with pytest.raises(rx.LossError, match="first step"):
+    with pytest.raises(rx.errors.LossError, match="first step"):
         dp.step(dp.init(MODEL), SOURCE)
 
 
@@ -186,7 +186,7 @@ def test_weights_that_are_learned_are_refused(mode: str, own: bool) -> None:
         dp = parallel(mode=mode, devices=2, **given, **options)
         return dp.model(dp.step(dp.init(LEARNED), {"x": SOURCE["x"][:8]})[0])
 
-    with pytest.raises(rx.LossError, match=r"\bweights\b.*stop_gradient"):
+    with pytest.raises(rx.errors.LossError, match=r"\bweights\b.*stop_gradient"):
         trained(learned())
     assert trained(learned(stops=True))["v"] == 1.0
     if not own:

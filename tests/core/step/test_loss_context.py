@@ -121,7 +121,7 @@ def test_a_row_has_the_same_number_and_draws_by_it_wherever_it_is(arguments: Any
 
         rows = {**batch, "own": rx.row_numbers(batch)}
         means, _, by_row = rx.value_and_grad(loss, rows=True)(model, rows, None)
-        return model, {**means, "drawn": rx.PerRow(by_row["loss"])}
+        return model, {**means, "drawn": rx.ByRow(by_row["loss"])}
 
     model, x = {"w": jnp.ones(()), "key": jax.random.key(3)}, np.ones(29, np.float32)
     dp = rx.DataParallel(step=step, **arguments)
@@ -153,7 +153,7 @@ def test_a_loss_follows_the_number_of_the_step(mode: str) -> None:
 
 def test_gathering_the_rows_of_a_micro_batch_is_refused() -> None:
     dp = rx.DataParallel(clip, OPTIMIZER, accumulate=2)
-    with pytest.raises(rx.LossError, match=r"rx\.gather .*micro-batches.*accumulate=1"):
+    with pytest.raises(rx.errors.LossError, match=r"rx\.gather .*micro-batches.*accumulate=1"):
         dp.step(dp.init(MODEL), DATA)
 
 
@@ -179,7 +179,7 @@ def test_what_belongs_to_the_step_is_not_asked_within_another_transformation(wha
         return model * batch["x"] * jax.jit(what)(batch["x"])
 
     dp = rx.DataParallel(loss, OPTIMIZER)
-    with pytest.raises(rx.LossError, match=r"^rx\.\w+ .*called inside .*jax\.jit"):
+    with pytest.raises(rx.errors.LossError, match=r"^rx\.\w+ .*called inside .*jax\.jit"):
         dp.step(dp.init(jnp.ones(())), {"x": np.ones(8, np.float32)})
 
 
@@ -190,5 +190,5 @@ def test_other_rows_than_those_of_the_batch_are_refused(what: Any) -> None:
         return model * batch["x"]
 
     dp = rx.DataParallel(loss, OPTIMIZER)
-    with pytest.raises(rx.LossError, match=r"3 rows\b.*\b8\b"):
+    with pytest.raises(rx.errors.LossError, match=r"3 rows\b.*\b8\b"):
         dp.step(dp.init(jnp.ones(())), {"x": np.ones(8, np.float32)})

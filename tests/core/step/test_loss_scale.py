@@ -149,7 +149,7 @@ def test_what_no_scale_mends_is_bad_and_not_an_overflow() -> None:
 
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
-    def fit(folder: Path | None, steps: int) -> rx.Fit:
+    def fit(folder: Path | None, steps: int) -> rx.types.Fit:
         dp = parallel("shard_map", optimizer=optax.adam(1e-2))
         where = {} if folder is None else {"run_dir": folder}
         return rx.fit(
@@ -168,7 +168,7 @@ def test_a_record_has_the_last_scale_and_no_norm_of_skipped_steps() -> None:
         dp = parallel()
         result = rx.fit(
             dp, dp.init(MODEL), DATA, batch_size=8, steps=8, log_every=log_every, progress=False,
-            hooks=[rx.GradientNorm()],
+            hooks=[rx.hooks.GradientNorm()],
         )  # fmt: skip
         return {each.step: each.metrics for each in result.records}
 
@@ -216,5 +216,5 @@ def test_verify_compares_steps_that_were_taken() -> None:
 
 
 def test_a_custom_step_is_refused() -> None:
-    with pytest.raises(rx.ConfigError, match="'bfloat16' or 'float32'"):
+    with pytest.raises(rx.errors.ConfigError, match="'bfloat16' or 'float32'"):
         rx.DataParallel(step=lambda s, b, k: (s, {}), precision="float16")

@@ -90,7 +90,7 @@ def test_a_function_of_all_rows_gets_them_in_their_order() -> None:
     def differs(score: np.ndarray) -> Any:
         return np.abs(score - order).max()
 
-    found = of_one(lambda score, label: rx.AllRows(differs, score), devices=2, accumulate=2)
+    found = of_one(lambda score, label: rx.HostMetric(differs, score), devices=2, accumulate=2)
     assert found["m"] < 1e-5
 
 
@@ -116,7 +116,9 @@ def test_several_steps_have_one_each_and_one_of_all() -> None:
     ids=["all", "a constant", "one of two"],
 )
 def test_one_that_counts_padding_is_refused(unmasked: Any) -> None:
-    with pytest.raises(rx.LossError, match=r"'m'.* 13 of 32 .*rx\.row_weights.*rx\.AllRows"):
+    with pytest.raises(
+        rx.errors.LossError, match=r"'m'.* 13 of 32 .*rx\.row_weights.*rx\.HostMetric"
+    ):
         of_one(unmasked)
 
 
@@ -159,18 +161,18 @@ class Median(nnx.Metric):
         (lambda score, label: NoTree(), "NoTree"),
         (lambda score, label: Unmergeable(jnp.sum(score)), "missing"),
         (lambda score, label: Median(jnp.sum(score)), "Median"),
-        (lambda score, label: rx.AllRows(np.mean, jnp.repeat(score, 2)), r"\[64\].* 32 rows"),
+        (lambda score, label: rx.HostMetric(np.mean, jnp.repeat(score, 2)), r"\[64\].* 32 rows"),
     ],
     ids=["no pytree", "merge fails", "no merge", "other rows"],
 )
 def test_what_cannot_be_merged_is_refused(metric: Any, says: str) -> None:
-    with pytest.raises(rx.LossError, match=says):
+    with pytest.raises(rx.errors.LossError, match=says):
         of_one(metric, mode="single", devices=1)
 
 
 def test_stages_and_islands_refuse_them() -> None:
     dp = rx.DataParallel(loss, optax.sgd(0.1), rounds=rx.Rounds(every=2))
-    with pytest.raises(rx.ConfigError, match="islands"):
+    with pytest.raises(rx.errors.ConfigError, match="islands"):
         dp.step(dp.init(MODEL), rows(64))
 
 
@@ -233,7 +235,7 @@ def test_metrics_of_clu_and_metrax(mode: str) -> None:
     assert chance["m"] == near
     collected = of_one(lambda s, y: Collected.from_model_output(score=s, label=y), mode=mode)
     np.testing.assert_allclose(collected["m"], book["size"], rtol=1e-6)
-    with pytest.raises(rx.LossError, match="row_weights"):  # it takes no mask
+    with pytest.raises(rx.errors.LossError, match="row_weights"):  # it takes no mask
         of_one(lambda s, y: metrax.Precision.from_model_output(s, y, threshold=0.0), mode=mode)
 
 

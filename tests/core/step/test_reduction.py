@@ -224,11 +224,11 @@ def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:
     trained_by_fit(3, tmp_path / "parts")
     assert sha256(trained_by_fit(4, tmp_path / "parts")) == sha256(whole)
     assert np.all(np.any(whole.reduction["w"], axis=1))
-    with pytest.raises(rx.ConfigError, match=r"reduction\.w .*float32\[4, 12\].*of devices"):
+    with pytest.raises(rx.errors.ConfigError, match=r"reduction\.w .*float32\[4, 12\].*of devices"):
         trained_by_fit(6, tmp_path / "parts", devices=2)
 
 
 @pytest.mark.parametrize("mode", ["jit", "single", "exact"])
 def test_modes_that_cannot_take_it_refuse(mode: str) -> None:
-    with pytest.raises(rx.ConfigError, match="shard_map"):
+    with pytest.raises(rx.errors.ConfigError, match="shard_map"):
         data_parallel(mode, 1, reduction=ErrorFeedback(signs))

@@ -160,7 +160,7 @@ def test_narrow_floats_take_part_where_they_are_frozen() -> None:
     expected = w - 0.1 * jax.grad(lambda w: of_rows({"w": w, "q": wide}, batch, None).mean())(w)
     np.testing.assert_allclose(state.params["w"], expected, rtol=2e-5)
     np.testing.assert_array_equal(state.params["q"], model["q"])
-    with pytest.raises(rx.ConfigError, match=r"'q'.*float8_e4m3fn"):
+    with pytest.raises(rx.errors.ConfigError, match=r"'q'.*float8_e4m3fn"):
         rx.DataParallel(of_rows, optax.sgd(0.1)).init(model)
 
 
@@ -181,5 +181,5 @@ def test_verify_takes_it() -> None:
     ],
 )
 def test_what_names_nothing_is_refused(trainable: Any, says: str) -> None:
-    with pytest.raises(rx.ConfigError, match=says):
+    with pytest.raises(rx.errors.ConfigError, match=says):
         made(trainable=trainable).init(MODEL)

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, rx.Fit]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, rx.types.Fit]:
     """A run that was saved at steps 3 and 5, fsdp on eight devices."""
     folder = tmp_path_factory.mktemp("run") / "run"
     return folder, fit(data_parallel(8, layout="fsdp"), folder, steps=5)
 
 
 @pytest.mark.promise("checkpoints.orbax")
-def test_its_manager_finds_and_restores_the_steps(made: tuple[Path, rx.Fit]) -> None:
+def test_its_manager_finds_and_restores_the_steps(made: tuple[Path, rx.types.Fit]) -> None:
     folder, result = made
     like = abstract(data_parallel(1, mode="single").init(model()))
     for args in (ocp.args.StandardRestore(like), ocp.args.PyTreeRestore(like)):
@@ -44,7 +44,7 @@ def test_its_manager_finds_and_restores_the_steps(made: tuple[Path, rx.Fit]) -> 
         assert manager.restore(5)["params"].keys() == {"hidden", "out"}
 
 
-def test_version_1_finds_and_restores_the_steps(made: tuple[Path, rx.Fit]) -> None:
+def test_version_1_finds_and_restores_the_steps(made: tuple[Path, rx.types.Fit]) -> None:
     folder, result = made
     like = abstract(data_parallel(1, mode="single").init(model()))
     with v1.training.Checkpointer(folder / "checkpoints") as checkpointer:
@@ -100,7 +100,7 @@ def test_what_orbax_wrote_elsewhere_is_read(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(found["dense.kernel"], TREE["dense"]["kernel"])
 
 
-def test_the_weights_of_a_run_are_read(made: tuple[Path, rx.Fit]) -> None:
+def test_the_weights_of_a_run_are_read(made: tuple[Path, rx.types.Fit]) -> None:
     folder, result = made
     found = read_orbax(folder)
     assert found.keys() == {"hidden", "out"}

@@ -19,7 +19,7 @@ def test_records_are_rows_and_a_new_metric_is_a_new_column(tmp_path: Path) -> No
     (tmp_path / "records.csv").write_text("kind,step\ntrain,7\ntra")  # of a start that was killed
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "records.csv.new").symlink_to(tmp_path / "mine")
-    run = WatchedRun(hook := rx.CSV(), tmp_path)
+    run = WatchedRun(hook := rx.hooks.CSV(), tmp_path)
     hook.start(run)
     run.trained(1, loss=3.0)
     run.trained(2, loss=2.0)
@@ -40,7 +40,7 @@ def test_records_are_rows_and_a_new_metric_is_a_new_column(tmp_path: Path) -> No
 
 def test_rows_of_what_is_no_more_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "own" / "table.csv"
-    run = WatchedRun(hook := rx.CSV(path))
+    run = WatchedRun(hook := rx.hooks.CSV(path))
     hook.start(run)
     for step in (1, 2, 3):
         run.trained(step, loss=float(step))
@@ -52,7 +52,7 @@ def test_rows_of_what_is_no_more_are_removed(tmp_path: Path) -> None:
 
 def test_what_could_not_be_written_is_there_once_that_can_be(tmp_path: Path) -> None:
     path = tmp_path / "records.csv"
-    hook = rx.CSV(path)
+    hook = rx.hooks.CSV(path)
     run = WatchedRun(hook)
     hook.start(run)
     hook.end(run)
@@ -69,7 +69,7 @@ def test_what_could_not_be_written_is_there_once_that_can_be(tmp_path: Path) -> 
 def test_a_link_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link.csv").symlink_to("mine")
-    hook = rx.CSV(tmp_path / "link.csv")
+    hook = rx.hooks.CSV(tmp_path / "link.csv")
     with pytest.raises(ConfigError, match=r"link\.csv"):
         hook.start(WatchedRun(hook, tmp_path))
     assert (tmp_path / "mine").read_text() == "mine"

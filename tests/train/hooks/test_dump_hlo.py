@@ -28,7 +28,7 @@ def test_the_programs_of_the_step_are_written_and_named(
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode=mode, mesh=rx.make_mesh(2))
     state = dp.init({"w": jnp.ones(4)})
     more = {} if mode == "exact" else {"steps_per_call": per_call}
-    hook = rx.DumpHLO(tmp_path / "hlo")
+    hook = rx.hooks.DumpHLO(tmp_path / "hlo")
     result = rx.fit(dp, state, {"x": X}, batch_size=8, epochs=1, hooks=[hook], **more)
     assert result.failed_hooks == ()
     found = {path.name: path.read_text() for path in (tmp_path / "hlo").iterdir()}

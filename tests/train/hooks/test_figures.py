@@ -28,7 +28,7 @@ def rows(bad_from: int | None = None) -> dict[str, np.ndarray]:
     return {"x": x, "y": 2 * x}
 
 
-def fit(optimizer: Any, hook: rx.Hook, source: Any = None, **settings: Any) -> list[Record]:
+def fit(optimizer: Any, hook: rx.hooks.Hook, source: Any = None, **settings: Any) -> list[Record]:
     """Return the train records of 8 steps: the first and every second have one."""
     dp = rx.DataParallel(loss, optimizer, **settings)
     result = rx.fit(
@@ -53,9 +53,11 @@ def figures(records: list[Record], name: str) -> dict[int, float]:
 def test_a_skipped_update_does_not_count_as_the_optimizer_counts() -> None:
     source = rows(bad_from=16)  # the third step
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE)
-    found = figures(fit(injected, rx.LearningRate(), source), "learning_rate")
+    found = figures(fit(injected, rx.hooks.LearningRate(), source), "learning_rate")
     assert found[8] == pytest.approx(float(SCHEDULE(6)))
-    found = figures(fit(optax.sgd(SCHEDULE), rx.LearningRate(SCHEDULE), source), "learning_rate")
+    found = figures(
+        fit(optax.sgd(SCHEDULE), rx.hooks.LearningRate(SCHEDULE), source), "learning_rate"
+    )
     assert found[8] == float(SCHEDULE(6))
 
 
@@ -64,13 +66,13 @@ def test_it_is_found_beside_what_replicax_wraps_around_the_optimizer(ema: float 
     injected = optax.chain(
         optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=0.25)
     )
-    found = figures(fit(injected, rx.LearningRate(), ema=ema, trainable="w"), "learning_rate")
+    found = figures(fit(injected, rx.hooks.LearningRate(), ema=ema, trainable="w"), "learning_rate")
     assert found[8] == 0.25
 
 
 def test_a_rate_that_is_nowhere_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"inject_hyperparams") as raised:
-        fit(optax.sgd(0.1), rx.LearningRate())
+        fit(optax.sgd(0.1), rx.hooks.LearningRate())
     assert "\n" not in str(raised.value)
 
 
@@ -80,14 +82,14 @@ def test_memory_is_the_peak_of_the_fullest_device() -> None:
         mesh = types.SimpleNamespace(local_devices=devices)
         return types.SimpleNamespace(dp=types.SimpleNamespace(mesh=mesh))
 
-    hook, record = rx.DeviceMemory(), Record("train", 1, 0, {}, 1, 1.0)
+    hook, record = rx.hooks.DeviceMemory(), Record("train", 1, 0, {}, 1, 1.0)
     told = {"peak_bytes_in_use": 3}, {"peak_bytes_in_use": 5}, {"bytes_in_use": 9}
     assert hook.figures(run(*told), record) == {"device_memory_bytes": 5.0}
     assert hook.figures(run(None), record) == {}
 
 
 def test_tokens_follow_from_the_rate_of_rows() -> None:
-    records = fit(optax.sgd(0.1), rx.Throughput(tokens_per_row=3))
+    records = fit(optax.sgd(0.1), rx.hooks.Throughput(tokens_per_row=3))
     assert records[0].figures is None  # the time of the first step is unknown
     for record in records[1:]:
         assert record.figures == {"tokens_per_second": 3 * record.rows_per_second}
@@ -100,10 +102,10 @@ def test_the_peak_is_that_of_all_devices_and_flops_are_those_of_the_step(
     monkeypatch.setattr(module, "chip_of_kind", lambda kind: chip)
     flops = {"counted": 2 * (2 * 4 * 4), "given": 10.0}  # forward, and weights; no input
     for hook, of_row in (
-        (rx.Throughput(), flops["counted"]),
-        (rx.Throughput(flops_per_row=10.0), flops["given"]),
+        (rx.hooks.Throughput(), flops["counted"]),
+        (rx.hooks.Throughput(flops_per_row=10.0), flops["given"]),
     ):
         for record in fit(optax.sgd(0.1), hook)[1:]:
             expected = record.rows_per_second * of_row / (1e6 * jax.device_count())
             assert record.figures == {"peak_flops_fraction": pytest.approx(expected)}
-    assert fit(optax.sgd(0.1), rx.Throughput(), precision="bfloat16")[-1].figures is None
+    assert fit(optax.sgd(0.1), rx.hooks.Throughput(), precision="bfloat16")[-1].figures is None

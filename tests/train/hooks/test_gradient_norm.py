@@ -99,7 +99,7 @@ def test_a_loss_that_has_such_a_metric_is_refused() -> None:
             source,
             batch_size=40,
             steps=1,
-            hooks=[rx.GradientNorm()],
+            hooks=[rx.hooks.GradientNorm()],
             progress=False,
         )
 
@@ -117,6 +117,6 @@ def test_a_custom_step_returns_it_itself() -> None:
             rows(),
             batch_size=40,
             steps=1,
-            hooks=[rx.GradientNorm()],
+            hooks=[rx.hooks.GradientNorm()],
             progress=False,
         )

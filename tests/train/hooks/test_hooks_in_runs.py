@@ -18,7 +18,7 @@ SOURCE = {"x": X, "y": 2 * X}
 EPOCH = 4
 
 
-class Crash(rx.Hook):
+class Crash(rx.hooks.Hook):
     """Ends a run with an error, after a step."""
 
     def __init__(self, at: int) -> None:
@@ -29,7 +29,7 @@ class Crash(rx.Hook):
             raise ConfigError("as a kill would")
 
 
-class Scores(rx.Hook):
+class Scores(rx.hooks.Hook):
     """Replaces the results of evaluations by the values of `score`, in order."""
 
     def __init__(self, *values: float) -> None:
@@ -51,7 +51,7 @@ def dp() -> rx.DataParallel:
     return rx.DataParallel(loss, optax.sgd(0.01))
 
 
-def fit(dp: rx.DataParallel, *hooks: rx.Hook, **settings: Any) -> rx.Fit:
+def fit(dp: rx.DataParallel, *hooks: rx.hooks.Hook, **settings: Any) -> rx.types.Fit:
     settings = {"epochs": 6, "eval_source": SOURCE, "progress": False, "log_every": 1, **settings}
     state = dp.init({"w": jnp.float32(0)})
     return rx.fit(dp, state, SOURCE, batch_size=8, hooks=hooks, **settings)
@@ -64,14 +64,14 @@ def checkpoints(run: Path) -> set[int]:
 def test_a_run_that_was_stopped_stops_at_once_when_it_is_started_again(
     dp: rx.DataParallel, tmp_path: Path
 ) -> None:
-    def hooks() -> list[rx.Hook]:
-        return [Scores(3.0, 2.0, 2.0), rx.EarlyStopping("score", 1, mode="max")]
+    def hooks() -> list[rx.hooks.Hook]:
+        return [Scores(3.0, 2.0, 2.0), rx.hooks.EarlyStopping("score", 1, mode="max")]
 
     assert fit(dp, *hooks(), run_dir=tmp_path).step == 2 * EPOCH
     again = fit(dp, *hooks(), run_dir=tmp_path)
     assert (again.step, again.steps) == (2 * EPOCH, 0)
     more = fit(
-        dp, Scores(3.0, 2.0, 1.0), rx.EarlyStopping("score", 2, mode="max"), run_dir=tmp_path
+        dp, Scores(3.0, 2.0, 1.0), rx.hooks.EarlyStopping("score", 2, mode="max"), run_dir=tmp_path
     )
     assert more.step == 3 * EPOCH
 
@@ -80,9 +80,9 @@ def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Pat
     """The run equals one without a crash: its stop, its best checkpoint, and its table."""
     scores = Scores(2.0, 3.0, 1.0, 1.0, 1.0, 9.0)
 
-    def hooks() -> list[rx.Hook]:
-        best = rx.KeepBest("score", mode="max")
-        return [scores, rx.EarlyStopping("score", 3, mode="max"), best, rx.CSV()]
+    def hooks() -> list[rx.hooks.Hook]:
+        best = rx.hooks.KeepBest("score", mode="max")
+        return [scores, rx.hooks.EarlyStopping("score", 3, mode="max"), best, rx.hooks.CSV()]
 
     ends = []
     for name, crash in (("whole", None), ("crashed", 3 * EPOCH + 2)):
@@ -106,16 +106,20 @@ def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("hook", "settings", "word"),
     [
-        (rx.KeepBest("scor"), {}, "'score'"),
-        (rx.KeepBest("score"), {"eval_source": rx.Evaluation(sets={"dev": SOURCE})}, "dev/score"),
-        (rx.KeepBest("score", mode="max"), {"saving": rx.Saving(minutes=None)}, "Saving"),
-        (rx.KeepBest("score", mode="max"), {"run_dir": None}, "run_dir"),
-        (rx.EarlyStopping("score"), {"eval_source": None}, "eval_source"),
-        (rx.EarlyStopping("score"), {}, "mode="),
+        (rx.hooks.KeepBest("scor"), {}, "'score'"),
+        (
+            rx.hooks.KeepBest("score"),
+            {"eval_source": rx.Evaluation(sets={"dev": SOURCE})},
+            "dev/score",
+        ),
+        (rx.hooks.KeepBest("score", mode="max"), {"saving": rx.Saving(minutes=None)}, "Saving"),
+        (rx.hooks.KeepBest("score", mode="max"), {"run_dir": None}, "run_dir"),
+        (rx.hooks.EarlyStopping("score"), {"eval_source": None}, "eval_source"),
+        (rx.hooks.EarlyStopping("score"), {}, "mode="),
     ],
 )
 def test_what_a_hook_cannot_do_is_refused_before_the_run_has_a_folder(
-    hook: rx.Hook, settings: dict[str, Any], word: str, dp: rx.DataParallel, tmp_path: Path
+    hook: rx.hooks.Hook, settings: dict[str, Any], word: str, dp: rx.DataParallel, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=word):
         fit(dp, hook, **{"run_dir": tmp_path / "run", **settings})
@@ -125,10 +129,10 @@ def test_what_a_hook_cannot_do_is_refused_before_the_run_has_a_folder(
 def test_a_loader_is_not_read_to_know_its_metrics(dp: rx.DataParallel, tmp_path: Path) -> None:
     held_out = (batch for batch in [{"x": X[:8], "y": X[:8]}])  # can be read once
     settings = {"epochs": 1, "run_dir": tmp_path, "eval_source": held_out}
-    assert fit(dp, rx.KeepBest("score", mode="max"), **settings).step == EPOCH
+    assert fit(dp, rx.hooks.KeepBest("score", mode="max"), **settings).step == EPOCH
 
 
-class Speed(rx.Hook):
+class Speed(rx.hooks.Hook):
     """Adds a figure, of whatever type."""
 
     def __init__(self, value: Any) -> None:
@@ -166,20 +170,20 @@ def test_a_figure_of_any_type_costs_no_record(
 
 
 def test_a_profile_is_what_tensorboard_opens(dp: rx.DataParallel, tmp_path: Path) -> None:
-    result = fit(dp, rx.Profile(2, 3), run_dir=tmp_path, epochs=1)
+    result = fit(dp, rx.hooks.Profile(2, 3), run_dir=tmp_path, epochs=1)
     assert result.failed_hooks == ()
     assert len(list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb"))) == 1
 
 
 def test_two_hooks_of_one_kind_are_told_apart_by_their_metrics(dp: rx.DataParallel) -> None:
     scores = Scores(1.0, 2.0, 3.0, 3.0, 3.0, 3.0)
-    hooks = rx.EarlyStopping("score", 2, mode="max"), rx.EarlyStopping("loss", 5)
+    hooks = rx.hooks.EarlyStopping("score", 2, mode="max"), rx.hooks.EarlyStopping("loss", 5)
     assert fit(dp, scores, *hooks).step == 5 * EPOCH
     with pytest.raises(ConfigError, match="name"):
-        fit(dp, rx.CSV("a.csv"), rx.CSV("b.csv"))
+        fit(dp, rx.hooks.CSV("a.csv"), rx.hooks.CSV("b.csv"))
 
 
 @pytest.mark.parametrize("file", ["/dev/null", "../best.json"])
 def test_the_file_of_the_best_is_a_name(file: str) -> None:
     with pytest.raises(ConfigError, match="file="):
-        rx.KeepBest("loss", file=file)
+        rx.hooks.KeepBest("loss", file=file)

@@ -13,12 +13,12 @@ from replicax.train.files.sealed import unsealed
 
 
 @pytest.fixture
-def hook() -> rx.KeepBest:
-    return rx.KeepBest("accuracy")
+def hook() -> rx.hooks.KeepBest:
+    return rx.hooks.KeepBest("accuracy")
 
 
 @pytest.fixture
-def run(hook: rx.KeepBest, tmp_path: Path) -> WatchedRun:
+def run(hook: rx.hooks.KeepBest, tmp_path: Path) -> WatchedRun:
     run = WatchedRun(hook, tmp_path)
     hook.start(run)
     return run
@@ -35,7 +35,7 @@ def best(run: WatchedRun, file: str = "best.json") -> Any:
 
 
 def test_the_one_before_stays_until_the_new_one_is_there(
-    hook: rx.KeepBest, run: WatchedRun
+    hook: rx.hooks.KeepBest, run: WatchedRun
 ) -> None:
     run.evaluated(10, accuracy=0.5)
     saved(run, 10)
@@ -49,7 +49,7 @@ def test_the_one_before_stays_until_the_new_one_is_there(
 
 
 def test_a_save_that_failed_is_said_and_the_file_names_the_one_before(
-    hook: rx.KeepBest, run: WatchedRun
+    hook: rx.hooks.KeepBest, run: WatchedRun
 ) -> None:
     run.evaluated(10, accuracy=0.5)
     saved(run, 10)
@@ -62,12 +62,12 @@ def test_a_save_that_failed_is_said_and_the_file_names_the_one_before(
 
 
 def test_a_kill_before_it_was_named_leaves_that_to_the_next_start(
-    hook: rx.KeepBest, run: WatchedRun
+    hook: rx.hooks.KeepBest, run: WatchedRun
 ) -> None:
     run.evaluated(10, accuracy=0.5)
     saved(run, 10)
     state = json.loads(json.dumps(hook.save_state()))
-    again = rx.KeepBest("accuracy")
+    again = rx.hooks.KeepBest("accuracy")
     again.load_state(state)
     resumed = WatchedRun(again, run.folder)
     again.start(resumed)
@@ -78,14 +78,14 @@ def test_a_kill_before_it_was_named_leaves_that_to_the_next_start(
 
 def test_a_value_of_other_evaluation_data_is_compared_no_longer(tmp_path: Path) -> None:
     sets = {"data": {"evaluation": {"test": "80 rows, 0a", "dev": "80 rows, 0b"}}}
-    hook = rx.KeepBest("dev/loss")
+    hook = rx.hooks.KeepBest("dev/loss")
     run = WatchedRun(hook, tmp_path)
     run.config = sets
     hook.start(run)
     run.evaluated(10, **{"dev/loss": 0.5})
     state = json.loads(json.dumps(hook.save_state()))
     for changed, best_step in (("test", 10), ("dev", 20)):
-        again = rx.KeepBest("dev/loss")
+        again = rx.hooks.KeepBest("dev/loss")
         again.load_state(state)
         resumed = WatchedRun(again, tmp_path)
         resumed.config = {"data": {"evaluation": sets["data"]["evaluation"] | {changed: "new"}}}
@@ -94,7 +94,9 @@ def test_a_value_of_other_evaluation_data_is_compared_no_longer(tmp_path: Path) 
         assert (set(again.pinned), len(resumed.lines)) == ({best_step}, best_step // 20)
 
 
-def test_where_the_run_went_back_a_lost_best_is_none(hook: rx.KeepBest, run: WatchedRun) -> None:
+def test_where_the_run_went_back_a_lost_best_is_none(
+    hook: rx.hooks.KeepBest, run: WatchedRun
+) -> None:
     run.evaluated(10, accuracy=0.5)
     state = hook.save_state()
     run.evaluated(20, accuracy=0.75)
@@ -105,7 +107,7 @@ def test_where_the_run_went_back_a_lost_best_is_none(hook: rx.KeepBest, run: Wat
 
 
 def test_several_have_files_of_their_own(tmp_path: Path) -> None:
-    for hook in (rx.KeepBest("accuracy"), rx.KeepBest("loss", file="best-loss.json")):
+    for hook in (rx.hooks.KeepBest("accuracy"), rx.hooks.KeepBest("loss", file="best-loss.json")):
         run = WatchedRun(hook, tmp_path)
         hook.start(run)
         run.evaluated(10, accuracy=0.5, loss=2.0)
@@ -117,7 +119,7 @@ def test_several_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_two_that_write_one_file_are_found_out(tmp_path: Path) -> None:
-    hooks = rx.KeepBest("accuracy"), rx.KeepBest("loss")
+    hooks = rx.hooks.KeepBest("accuracy"), rx.hooks.KeepBest("loss")
     assert hooks[0].name != hooks[1].name
     runs = [WatchedRun(hook, tmp_path) for hook in hooks]
     for hook, run in zip(hooks, runs, strict=True):
@@ -129,7 +131,7 @@ def test_two_that_write_one_file_are_found_out(tmp_path: Path) -> None:
         hooks[1].settle(runs[1], due=False)
 
 
-def test_another_process_decides_alike_and_writes_nothing(hook: rx.KeepBest) -> None:
+def test_another_process_decides_alike_and_writes_nothing(hook: rx.hooks.KeepBest) -> None:
     run = WatchedRun(hook, is_main=False)
     hook.start(run)
     run.evaluated(10, accuracy=0.5)

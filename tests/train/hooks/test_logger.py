@@ -15,7 +15,7 @@ from replicax.train.hooks import logger as module
 from replicax.train.hooks.logger import MOST_WAITING, scalars
 
 
-class Kept(rx.Logger):
+class Kept(rx.hooks.Logger):
     """Keeps its calls; `failing` names calls that raise, `free` lets them go on."""
 
     def __init__(self, failing: Any = lambda point, count: False) -> None:

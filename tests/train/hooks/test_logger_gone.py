@@ -23,7 +23,7 @@ ROWS = np.random.default_rng(0).normal(size=64).astype(np.float32)
 STEPS = 40
 
 
-class Gone(rx.Logger):
+class Gone(rx.hooks.Logger):
     """A logger without a server."""
 
     def __init__(self, at: str) -> None:
@@ -44,7 +44,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
     return (model["w"] * batch["x"] - 2 * batch["x"]) ** 2
 
 
-def weights(*hooks: rx.Hook) -> bytes:
+def weights(*hooks: rx.hooks.Hook) -> bytes:
     """Return the bits after all steps; prints its messages."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])  # another process has only one
     dp = rx.DataParallel(loss, optax.sgd(0.01), mesh=mesh)
@@ -108,5 +108,5 @@ def test_so_it_is_with_real_clients(package: str, listens: bool, tmp_path: Path)
 if __name__ == "__main__":
     _, package, address = sys.argv
     begun = time.perf_counter()
-    bits = weights(rx.MLflow(address) if package == "mlflow" else rx.WandB("gone"))
+    bits = weights(rx.hooks.MLflow(address) if package == "mlflow" else rx.hooks.WandB("gone"))
     print(f"weights {bits.hex()}\nseconds {time.perf_counter() - begun}")

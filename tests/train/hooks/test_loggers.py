@@ -145,7 +145,7 @@ class Destination(NamedTuple):
     """A logger, and how to read what it wrote."""
 
     package: str
-    hook: Callable[[str], rx.Logger]
+    hook: Callable[[str], rx.hooks.Logger]
     held: Callable[[Path, str], Held]
     config: dict[str, Any] = CONFIG
     evaluated: str = "eval/top-5 (%)"
@@ -154,21 +154,21 @@ class Destination(NamedTuple):
 
 DESTINATIONS = {  # by the name of the extra
     "tensorboard": Destination(
-        "tensorboard", lambda _: rx.TensorBoard(), in_tensorboard, knows_runs=False
+        "tensorboard", lambda _: rx.hooks.TensorBoard(), in_tensorboard, knows_runs=False
     ),
-    "wandb": Destination("wandb", rx.WandB, in_wandb),
+    "wandb": Destination("wandb", rx.hooks.WandB, in_wandb),
     "trackio": Destination(
-        "trackio", partial(rx.Trackio, auto_log_cpu=False, auto_log_gpu=False), in_trackio
+        "trackio", partial(rx.hooks.Trackio, auto_log_cpu=False, auto_log_gpu=False), in_trackio
     ),
     "mlflow": Destination(
         "mlflow",
-        lambda project: rx.MLflow(experiment=project),
+        lambda project: rx.hooks.MLflow(experiment=project),
         in_mlflow,
         {"recipe.width": "3", "seed": "0"},
         "eval/top-5 ___",
     ),
     "comet": Destination(
-        "comet_ml", partial(rx.Comet, online=False), in_comet, {"recipe|width": 3, "seed": 0}
+        "comet_ml", partial(rx.hooks.Comet, online=False), in_comet, {"recipe|width": 3, "seed": 0}
     ),
 }
 
@@ -206,7 +206,7 @@ def test_a_run_that_goes_on_is_the_same_run_there(extra: str, tmp_path: Path) ->
 @EXHAUSTIVE
 def test_tensorboard_hides_what_was_after_the_step_a_run_went_back_to(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="no tensorboard, which is in the lock")
-    run = WatchedRun(hook := rx.TensorBoard(tmp_path / "tensorboard"))
+    run = WatchedRun(hook := rx.hooks.TensorBoard(tmp_path / "tensorboard"))
     hook.start(run)
     for step in (10, 20, 30):
         run.trained(step, loss=float(step))
@@ -222,7 +222,7 @@ def test_mlflow_shows_how_a_run_ended(
     error: BaseException | None, status: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("mlflow", reason="no mlflow, which is in the lock")
-    run = WatchedRun(hook := rx.MLflow(experiment="digits"), tmp_path)
+    run = WatchedRun(hook := rx.hooks.MLflow(experiment="digits"), tmp_path)
     hook.start(run)
     run.trained(10, loss=1.0)
     run.error = error
@@ -233,15 +233,15 @@ def test_mlflow_shows_how_a_run_ended(
 @pytest.mark.parametrize(
     ("logger", "argument", "pattern"),
     [
-        (rx.WandB, "id", "[0-9a-f]{8}"),
-        (rx.Trackio, "name", "folder-[0-9a-f]{4}"),
-        (rx.Comet, "experiment_key", "[0-9a-f]{32}"),
+        (rx.hooks.WandB, "id", "[0-9a-f]{8}"),
+        (rx.hooks.Trackio, "name", "folder-[0-9a-f]{4}"),
+        (rx.hooks.Comet, "experiment_key", "[0-9a-f]{32}"),
     ],
 )
 def test_each_run_has_an_id_of_its_own_or_the_given_one(
     logger: Any, argument: str, pattern: str, tmp_path: Path
 ) -> None:
-    def id_of(hook: rx.Logger, folder: Path | None) -> Any:
+    def id_of(hook: rx.hooks.Logger, folder: Path | None) -> Any:
         run = WatchedRun(hook, folder, is_main=False)
         hook.start(run)
         found = hook.save_state()
@@ -266,7 +266,7 @@ def test_a_package_that_is_missing_is_named_as_the_run_begins(
         hook.before_run(WatchedRun(hook, tmp_path))
 
 
-@pytest.mark.parametrize("logger", [rx.CSV, rx.MLflow, rx.TensorBoard])
-def test_a_run_without_a_folder_is_refused(logger: type[rx.Logger]) -> None:
+@pytest.mark.parametrize("logger", [rx.hooks.CSV, rx.hooks.MLflow, rx.hooks.TensorBoard])
+def test_a_run_without_a_folder_is_refused(logger: type[rx.hooks.Logger]) -> None:
     with pytest.raises(ConfigError, match="run_dir"):
         logger().start(WatchedRun(logger()))

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.custom.summing import Examiner, Primitives, mean
-from replicax.core.data.batch import Batch, RowSet
+from replicax.core.data.batch import Batch, ExtraRows
 from replicax.core.data.merged import Merged, apart
 from replicax.core.data.per_row import (
-    PerRow,
+    ByRow,
     checked_rows,
     is_rows_of_state,
     map_rows_of_state,
@@ -71,7 +71,7 @@ def custom_update(
         examiner.step(here)
         named_rows = {f"metrics.{name}": value for name, value in rows.items()}
         for name, value in (named_rows | _rows_by_name(params)).items():
-            examiner.see(name, PerRow(value))
+            examiner.see(name, ByRow(value))
     params = _with_padding_kept(state.params, params, batch.mask)
     one = jnp.ones((), jnp.float32)
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
@@ -98,7 +98,7 @@ def _returned(
             "and a dict of metrics: return state, metrics"
         )
     after, metrics = returned[0], dict(returned[1])
-    marked = [name for name, value in metrics.items() if isinstance(value, PerRow)]
+    marked = [name for name, value in metrics.items() if isinstance(value, ByRow)]
     rows = {name: _of_rows(name, metrics.pop(name).value, count) for name in marked}
     return definition.arrays(after, before), metrics, rows
 
@@ -122,7 +122,7 @@ def _numbers(metrics: Metrics) -> Metrics:
         if shape or not jnp.issubdtype(dtype, jnp.floating):
             raise StateError(
                 f"the step returned the metric {name!r} as {dtype}{list(shape)}; a metric must be "
-                "a scalar float: use rx.mean for rows, or rx.PerRow to return them, jnp.float32 of "
+                "a scalar float: use rx.mean for rows, or rx.ByRow to return them, jnp.float32 of "
                 "a count"
             )
     if LOSS not in metrics:
@@ -135,9 +135,9 @@ def _numbers(metrics: Metrics) -> Metrics:
 
 def _of_rows(name: str, value: Any, count: int) -> PyTree:
     """Return a result by row; that of a set of the batch with the set's own mask."""
-    if not isinstance(value, RowSet) or value.rows is None:
+    if not isinstance(value, ExtraRows) or value.rows is None:
         return checked_rows(name, value, count)
-    return PerRow(checked_rows(name, value.value, value.rows.size), value.rows.mask)
+    return ByRow(checked_rows(name, value.value, value.rows.size), value.rows.mask)
 
 
 def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:

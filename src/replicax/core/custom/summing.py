@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.custom.known_gradient import FORWARD, of_known_gradient, sums_of_all_replicas
-from replicax.core.data.batch import Batch, RowSet, Shared, mask_and_count
+from replicax.core.data.batch import Batch, ExtraRows, Replicated, mask_and_count
 from replicax.core.data.merged import Merged
 from replicax.core.data.rows import opened
 from replicax.core.ground.leaves import PyTree
@@ -87,7 +87,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     Returns:
         `function(model, batch, key=None) -> (means, gradient)`, or `(means, gradient, rows)`.
         `model` is of any kind supported by `DataParallel.init`, `batch` a pytree of arrays with one
-        entry for each row of the step's batch or an `rx.RowSet` of it, and without a key the loss
+        entry for each row of the step's batch or an `rx.ExtraRows` of it, and without a key the loss
         is called as in evaluation. `means` are float32 scalars, `"loss"` and the metrics, equal on
         all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
@@ -96,8 +96,8 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         wrote, and for a Linen module with more collections than params these. `means["loss"]` may
         be differentiated once by `model` in reverse mode, as a line search does; no other result
         may be. With `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"`
-        and the metrics that have rows, and of each `rx.PerRow` among them: those of the rows that
-        the step sees, not differentiated. For an `rx.RowSet` it is an `rx.RowSet` of that dict.
+        and the metrics that have rows, and of each `rx.ByRow` among them: those of the rows that
+        the step sees, not differentiated. For an `rx.ExtraRows` it is an `rx.ExtraRows` of that dict.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
@@ -130,7 +130,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         if not rows:
             return found
         of_rows = jax.lax.stop_gradient(total.rows)
-        if isinstance(batch, RowSet):
+        if isinstance(batch, ExtraRows):
             return *found, batch.map(lambda _: of_rows)
         return *found, of_rows
 
@@ -151,7 +151,7 @@ def mean(values: PyTree) -> PyTree:
 
     Args:
         values: a pytree of floats `[rows, ...]`, such as the gradients of each row, or of
-            `rx.Weighted` of floats; or an `rx.RowSet` of these.
+            `rx.Weighted` of floats; or an `rx.ExtraRows` of these.
 
     Returns:
         The same pytree with float32 arrays `[...]`; NaN where the total weight is 0.
@@ -183,12 +183,12 @@ def _seen(
     name: str, rows: PyTree, params: PyTree, extras: PyTree
 ) -> tuple[Primitives, TrainState, Batch]:
     """Return the active primitives, and the parameters and rows that they sum over."""
-    if isinstance(rows, Shared):
+    if isinstance(rows, Replicated):
         raise LossError(
-            f"rx.{name} was given an rx.Shared, which has no rows: mark rows of another number "
-            "than those of the batch as rx.RowSet"
+            f"rx.{name} was given an rx.Replicated, which has no rows: mark rows of another number "
+            "than those of the batch as rx.ExtraRows"
         )
-    of_set = isinstance(rows, RowSet)
+    of_set = isinstance(rows, ExtraRows)
     count, here, step = opened(rows.value if of_set else rows).count, current(), None
     if here is None:
         primitives, rows = _ALONE, rows.value if of_set else rows
@@ -204,14 +204,14 @@ def _seen(
         step = here.context.step
         if of_set and (rows.rows is None or count != rows.rows.size):
             raise LossError(
-                f"rx.{name} was given an rx.RowSet of {count} rows that is none of the batch: use "
+                f"rx.{name} was given an rx.ExtraRows of {count} rows that is none of the batch: use "
                 "batch[...].map(function), which keeps its rows"
             )
         if not of_set and count != seen:
             raise LossError(
                 f"rx.{name} was given {count} rows, and the step sees {seen}: pass arrays with "
                 "one entry for each row of the batch, [rows, k, ...] for k entries per row, or an "
-                "rx.RowSet of the batch"
+                "rx.ExtraRows of the batch"
             )
         batch = rows.rows if of_set else dataclasses.replace(whole, data=rows)
     state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())

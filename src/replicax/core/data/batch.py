@@ -25,7 +25,7 @@ from replicax.text.arguments import answered
 
 
 @answered
-class Shared:
+class Replicated:
     """Mark a value in a batch that has no rows: a clip range, a temperature, target parameters.
 
     Every replica and micro-batch sees the whole value, and changing it does not recompile. A loss
@@ -37,7 +37,7 @@ class Shared:
         ...     errors = batch["x"] @ model["w"] - batch["y"]
         ...     return jnp.clip(errors, -batch["clip"], batch["clip"]) ** 2
         >>> dp = rx.DataParallel(loss, optimizer)
-        >>> state, metrics = dp.step(dp.init(model), {**source, "clip": rx.Shared(0.2)})
+        >>> state, metrics = dp.step(dp.init(model), {**source, "clip": rx.Replicated(0.2)})
 
     Args:
         value: a number, an array of any shape, or a pytree of these.
@@ -47,11 +47,11 @@ class Shared:
         self.value = value
 
     def __repr__(self) -> str:
-        return f"Shared({self.value!r})"
+        return f"Replicated({self.value!r})"
 
 
 @answered
-class RowSet:
+class ExtraRows:
     """Mark rows in a batch of another number than its own: boundary points, labelled rows.
 
     A custom step passes it to `rx.value_and_grad` or `rx.mean` instead of the batch, and these use
@@ -65,7 +65,7 @@ class RowSet:
         ...     state = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, state, gradient)
         ...     return state, {**means, "spread": spread, "all": rx.mean(batch["x"][:, 0])}
         >>> dp = rx.DataParallel(step=step)
-        >>> labelled = rx.RowSet({"x": source["x"][:10], "y": source["y"][:10]})
+        >>> labelled = rx.ExtraRows({"x": source["x"][:10], "y": source["y"][:10]})
         >>> state, metrics = dp.step(dp.init(model), {"x": source["x"], "labelled": labelled})
 
     Args:
@@ -79,17 +79,17 @@ class RowSet:
         """In a step, the rows that it sees."""
 
     def __repr__(self) -> str:
-        return f"RowSet({self.value!r})"
+        return f"ExtraRows({self.value!r})"
 
-    def map(self, function: Callable[[PyTree], PyTree]) -> "RowSet":
+    def map(self, function: Callable[[PyTree], PyTree]) -> "ExtraRows":
         """Return the set with `function` of its value, which must have the same rows."""
         found = function(self.value)
-        return RowSet(found if self.rows is None else dataclasses.replace(self.rows, data=found))
+        return ExtraRows(found if self.rows is None else dataclasses.replace(self.rows, data=found))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
-    """The value of a `Shared`, kept out of its leaves so that maps over rows skip it."""
+    """The value of a `Replicated`, kept out of its leaves so that maps over rows skip it."""
 
     value: PyTree
 
@@ -101,12 +101,12 @@ class _Held:
 
 
 register_pytree_node(
-    Shared, lambda shared: ((), _Held(shared.value)), lambda held, _: Shared(held.value)
+    Replicated, lambda shared: ((), _Held(shared.value)), lambda held, _: Replicated(held.value)
 )
 register_pytree_node(
-    RowSet,
+    ExtraRows,
     lambda rows: ((), _Held(rows.value if rows.rows is None else rows.rows)),
-    lambda held, _: RowSet(held.value),
+    lambda held, _: ExtraRows(held.value),
 )
 
 
@@ -136,9 +136,9 @@ class Batch:
     feed_padding: int | None = None
     """Maximum number of padding rows in any batch of the same feed, if known in advance."""
     shared: tuple[PyTree, ...] = ()
-    """Values of each `Shared` in `data`, in order, once they are arrays on the devices."""
+    """Values of each `Replicated` in `data`, in order, once they are arrays on the devices."""
     sets: tuple["Batch", ...] = ()
-    """Each `RowSet` in `data`, in order, as a batch of its own, once it is on the devices."""
+    """Each `ExtraRows` in `data`, in order, as a batch of its own, once it is on the devices."""
     host: PyTree = None
     """This process's rows on the host, if the feed has to read them in order."""
     source_state: LoaderState | None = None
@@ -165,18 +165,18 @@ class Batch:
         return f"{size} rows{real}{f', {shared} shared' if shared else ''}"
 
     def apart(self) -> "Batch":
-        """Return the batch with the values of each `Shared` and `RowSet` moved out of `data`.
+        """Return the batch with the values of each `Replicated` and `ExtraRows` moved out of `data`.
 
         They are then in `shared` and `sets`, unchanged.
         """
         places = jax.tree_util.tree_leaves_with_path(self.data, is_leaf=_is_marked)
         for path, node in places:
-            value = node.value if isinstance(node, Shared) else ()  # rows were looked at before
+            value = node.value if isinstance(node, Replicated) else ()  # rows were looked at before
             for below, leaf in jax.tree_util.tree_leaves_with_path(value):
                 refuse_keys((*path, *below), leaf)
         nodes = [node for _, node in places]
-        values = tuple(node.value for node in nodes if isinstance(node, Shared))
-        sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, RowSet))
+        values = tuple(node.value for node in nodes if isinstance(node, Replicated))
+        sets: tuple[Any, ...] = tuple(node.rows for node in nodes if isinstance(node, ExtraRows))
         if not (values or sets):
             return self
         data = map_marked(lambda node: type(node)(None), self.data)
@@ -188,8 +188,10 @@ class Batch:
             return self
         values, sets = iter(self.shared), iter(self.sets)
 
-        def with_value(node: Shared | RowSet) -> Shared | RowSet:
-            return Shared(next(values)) if isinstance(node, Shared) else RowSet(next(sets))
+        def with_value(node: Replicated | ExtraRows) -> Replicated | ExtraRows:
+            return (
+                Replicated(next(values)) if isinstance(node, Replicated) else ExtraRows(next(sets))
+            )
 
         data = map_marked(with_value, self.data)
         return dataclasses.replace(self, data=data, shared=(), sets=())
@@ -224,19 +226,19 @@ register_dataclass(
 
 
 def unshared(data: PyTree) -> PyTree:
-    """Return `data` with each `Shared` replaced by its value."""
-    return map_marked(lambda node: node.value if isinstance(node, Shared) else node, data)
+    """Return `data` with each `Replicated` replaced by its value."""
+    return map_marked(lambda node: node.value if isinstance(node, Replicated) else node, data)
 
 
 def map_marked(function: Callable[[Any], Any], data: PyTree) -> PyTree:
-    """Return `data` with `function` of each `Shared` and `RowSet`."""
+    """Return `data` with `function` of each `Replicated` and `ExtraRows`."""
     return jax.tree.map(
         lambda node: function(node) if _is_marked(node) else node, data, is_leaf=_is_marked
     )
 
 
 def _is_marked(node: Any) -> bool:
-    return isinstance(node, Shared | RowSet)
+    return isinstance(node, Replicated | ExtraRows)
 
 
 def mask_and_count(held: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -217,7 +217,7 @@ class Feed:
             kind = "a Grain IterDataset" if source.any_size else "an iterable of batches"
             raise ConfigError(
                 f"{kind} in a job of several processes; each would read all of it: wrap this "
-                "process's own data in rx.PerProcess(...), or pass arrays or a Grain MapDataset"
+                "process's own data in rx.ProcessLocal(...), or pass arrays or a Grain MapDataset"
             )
         share = Share(self._sharding, self.split.padded(source.batch_size))
         epoch = source.epoch(self.epoch, share.held, self.first)
@@ -277,7 +277,7 @@ class Feed:
                 if len(share.held) * job.processes != share.size:
                     raise ConfigError(
                         f"this process holds {len(share.held)} of {share.size} rows in a job of "
-                        f"{job.processes} processes; rx.PerProcess needs the same number of whole "
+                        f"{job.processes} processes; rx.ProcessLocal needs the same number of whole "
                         "replicas on each: change the mesh, or pass all the data to every process"
                     )
             host = data if source.batches is None or source is not self.source else None
@@ -293,7 +293,7 @@ class Feed:
     def _padded_set(self, rows: int, real: int, size: int) -> int:
         if self._job.processes > 1:
             raise DataError(
-                f"an rx.RowSet of {rows} rows in a feed of a job of {self._job.processes} "
+                f"an rx.ExtraRows of {rows} rows in a feed of a job of {self._job.processes} "
                 "processes; each would pad its own: pass whole batches to dp.step"
             )
         return self.split.padded_set(rows, real, size)

@@ -14,7 +14,7 @@ from replicax.core.data.feed import Feed
 from replicax.core.data.grain_elements import is_grain
 from replicax.core.data.host_arrays import is_array_like
 from replicax.core.data.rows import opened
-from replicax.core.data.sources import PerProcess, Source, as_source
+from replicax.core.data.sources import ProcessLocal, Source, as_source
 from replicax.core.ground.job import Alone
 from replicax.core.ground.leaves import PyTree
 
@@ -101,7 +101,7 @@ def _are_sources(given: Any) -> bool:
 
 def _is_cut(source: Any) -> bool:
     """Whether only a feed knows the batches of a source."""
-    return isinstance(source, PerProcess) or is_grain(source, "MapDataset", "IterDataset")
+    return isinstance(source, ProcessLocal) or is_grain(source, "MapDataset", "IterDataset")
 
 
 def _is_iterated(source: Any) -> bool:

@@ -40,7 +40,7 @@ class Kind:
     """Whether objects can be merged in a program: merging leaves shapes and dtypes as they are."""
     merge: Merge
     in_order: bool = False
-    """Whether its rows have an order, as those of an `AllRows`."""
+    """Whether its rows have an order, as those of an `HostMetric`."""
 
     def made(self, arrays: Iterator[Any]) -> Any:
         """Return an object with these arrays."""
@@ -63,7 +63,7 @@ class Merged:
     Examples:
         >>> def loss(model, batch, key):
         ...     errors = (batch["x"] @ model["w"] - batch["y"]) ** 2
-        ...     return errors, {"median": rx.AllRows(np.median, errors)}
+        ...     return errors, {"median": rx.HostMetric(np.median, errors)}
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state, metrics = dp.step(dp.init(model), batch)
         >>> median = metrics["median"].compute()
@@ -132,14 +132,14 @@ def apart(name: str, metric: Any, merge: Merge, mask: jax.Array) -> Merged:
     by_row = tuple(
         each and array.shape[:1] == mask.shape for each, array in zip(changed, arrays, strict=True)
     )
-    if isinstance(metric, AllRows) and not all(by_row):
+    if isinstance(metric, HostMetric) and not all(by_row):
         shapes = ", ".join(str(list(array.shape)) for array in arrays)
         raise LossError(
-            f"the metric {name!r} is an rx.AllRows of {shapes}, and there are {len(mask)} rows: "
+            f"the metric {name!r} is an rx.HostMetric of {shapes}, and there are {len(mask)} rows: "
             "give it one entry for each row"
         )
     found = dataclasses.replace(
-        fixed, by_row=by_row, keeps_shape=keeps_shape, in_order=isinstance(metric, AllRows)
+        fixed, by_row=by_row, keeps_shape=keeps_shape, in_order=isinstance(metric, HostMetric)
     )
     return Merged(
         tuple(array[None] for array in arrays), mask[None] if any(by_row) else None, found
@@ -310,7 +310,7 @@ def named_values(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
-class AllRows:
+class HostMetric:
     """A metric that a function computes on the host from all rows at once, without padding.
 
     It needs no mask and no `merge`: the rows leave the program, and `function` gets those of all
@@ -320,7 +320,7 @@ class AllRows:
     Examples:
         >>> def loss(model, batch, key):
         ...     errors = jnp.abs(batch["x"] @ model["w"] - batch["y"])
-        ...     return errors**2, {"median": rx.AllRows(np.median, errors)}
+        ...     return errors**2, {"median": rx.HostMetric(np.median, errors)}
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state, metrics = dp.step(dp.init(model), batch)
         >>> median = metrics["median"].compute()
@@ -335,7 +335,7 @@ class AllRows:
     def __init__(self, function: Callable[..., Any], *rows: Any, **named: Any) -> None:
         self._function, self._chunks = function, ((rows, named),)
 
-    def merge(self, other: "AllRows") -> "AllRows":
+    def merge(self, other: "HostMetric") -> "HostMetric":
         """Return the metric of the rows of both."""
         return self._of(self._function, (*self._chunks, *other._chunks))
 
@@ -345,12 +345,12 @@ class AllRows:
         return self._function(*rows, **named)
 
     @staticmethod
-    def _of(function: Callable[..., Any], chunks: tuple[Any, ...]) -> "AllRows":
-        found = AllRows(function)
+    def _of(function: Callable[..., Any], chunks: tuple[Any, ...]) -> "HostMetric":
+        found = HostMetric(function)
         found._chunks = chunks
         return found
 
 
 jax.tree_util.register_pytree_node(
-    AllRows, lambda each: ((each._chunks,), each._function), lambda f, c: AllRows._of(f, c[0])
+    HostMetric, lambda each: ((each._chunks,), each._function), lambda f, c: HostMetric._of(f, c[0])
 )

@@ -1,6 +1,6 @@
 """Values with one entry for each row of a batch, next to values without rows.
 
-The user marks them as `PerRow`. In the arrays of a train state, an array so marked is a
+The user marks them as `ByRow`. In the arrays of a train state, an array so marked is a
 `RowsOfState`, padded and split like the batch.
 """
 
@@ -22,7 +22,7 @@ from replicax.text.arguments import answered
 @answered
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "mask"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class PerRow:
+class ByRow:
     """Mark a value with one entry for each row of the batch.
 
     Among the metrics of a loss or a custom step it is not averaged, but returned: losses by row,
@@ -32,16 +32,16 @@ class PerRow:
     Examples:
         >>> def loss(model, batch, key):
         ...     errors = batch["x"] @ model["w"] - batch["y"]
-        ...     return errors**2, {"error": rx.PerRow(errors)}
+        ...     return errors**2, {"error": rx.ByRow(errors)}
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state, metrics = dp.step(dp.init(model), batch)
         >>> metrics["error"].whole().shape
         (32,)
         >>> def step(state, batch, key):  # a running mean of each row
         ...     seen = 0.9 * state["seen"].value + 0.1 * batch["x"]
-        ...     return {"seen": rx.PerRow(seen)}, {"loss": rx.mean(seen[:, 0])}
+        ...     return {"seen": rx.ByRow(seen)}, {"loss": rx.mean(seen[:, 0])}
         >>> dp = rx.DataParallel(step=step)
-        >>> state, metrics = dp.step(dp.init({"seen": rx.PerRow(jnp.zeros((32, 3)))}), batch)
+        >>> state, metrics = dp.step(dp.init({"seen": rx.ByRow(jnp.zeros((32, 3)))}), batch)
     """
 
     value: PyTree
@@ -60,9 +60,9 @@ class PerRow:
         return jax.tree.map(lambda leaf: whole_on_host(leaf)[real], self.value)
 
 
-def as_result(value: PyTree, mask: jax.Array) -> PerRow:
+def as_result(value: PyTree, mask: jax.Array) -> ByRow:
     """Return what a step returned by row; `mask` is that of its batch, a set has its own."""
-    return value if isinstance(value, PerRow) else PerRow(value, mask)
+    return value if isinstance(value, ByRow) else ByRow(value, mask)
 
 
 def checked_rows(name: str, value: PyTree, rows: int) -> PyTree:
@@ -71,7 +71,7 @@ def checked_rows(name: str, value: PyTree, rows: int) -> PyTree:
         shape = np.shape(leaf)
         if shape[:1] != (rows,):
             raise LossError(
-                f"{name}{path} has shape {shape} in an rx.PerRow, and there are {rows} rows: give "
+                f"{name}{path} has shape {shape} in an rx.ByRow, and there are {rows} rows: give "
                 "it one entry for each row"
             )
     return value
@@ -80,7 +80,7 @@ def checked_rows(name: str, value: PyTree, rows: int) -> PyTree:
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["real"])
 @dataclasses.dataclass(frozen=True)
 class RowsOfState:
-    """The arrays of a `PerRow` in a state, `[rows, ...]`, with rows repeated as padding."""
+    """The arrays of a `ByRow` in a state, `[rows, ...]`, with rows repeated as padding."""
 
     value: PyTree
     real: int
@@ -93,22 +93,22 @@ class RowsOfState:
 
 
 def padded_state(params: PyTree, padded: Callable[[int], int]) -> PyTree:
-    """Return the arrays of a state with each `PerRow` as a `RowsOfState`.
+    """Return the arrays of a state with each `ByRow` as a `RowsOfState`.
 
     `padded` returns the size of a batch of so many rows. `ConfigError` if their numbers differ.
     """
-    counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(_nodes(PerRow, params))}
+    counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(_nodes(ByRow, params))}
     if not counts:
         return params
     if len(counts) > 1 or () in counts:
         said = " and ".join(str(count[0]) if count else "no" for count in sorted(counts))
         raise ConfigError(
-            f"the state has rx.PerRow arrays with {said} rows; all must have one entry for each "
+            f"the state has rx.ByRow arrays with {said} rows; all must have one entry for each "
             "row of a batch: give them the same number"
         )
     [(real,)] = counts
     size = padded(real)
-    return _map_nodes(PerRow, lambda rows: RowsOfState(resized(rows.value, size), real), params)
+    return _map_nodes(ByRow, lambda rows: RowsOfState(resized(rows.value, size), real), params)
 
 
 def padded_rows(params: PyTree, padded: Callable[[int], int]) -> PyTree:
@@ -120,13 +120,13 @@ def padded_rows(params: PyTree, padded: Callable[[int], int]) -> PyTree:
 
 
 def has_rows(model: PyTree) -> bool:
-    """Whether a `PerRow` is in a state."""
-    return bool(_nodes(PerRow, model))
+    """Whether a `ByRow` is in a state."""
+    return bool(_nodes(ByRow, model))
 
 
 def with_rows(model: PyTree, rows: int) -> PyTree:
-    """Return a state for batches of so many `rows`: each `PerRow` in it cut, or repeated."""
-    return _map_nodes(PerRow, lambda node: PerRow(resized(node.value, rows)), model)
+    """Return a state for batches of so many `rows`: each `ByRow` in it cut, or repeated."""
+    return _map_nodes(ByRow, lambda node: ByRow(resized(node.value, rows)), model)
 
 
 def resized(value: PyTree, size: int, real: int | None = None) -> PyTree:

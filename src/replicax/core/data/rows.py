@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from replicax.core.data.batch import Batch, RowSet, Shared, map_marked, mask_and_count
+from replicax.core.data.batch import Batch, ExtraRows, Replicated, map_marked, mask_and_count
 from replicax.core.data.host_arrays import Path, device_array, has_columns, refuse_keys
 from replicax.core.ground.leaves import PyTree, takes
 from replicax.errors import DataError
@@ -30,7 +30,7 @@ class OpenedRows:
         """The leading dim shared by all leaves; of sets alone, the rows of the largest.
 
         Raises `DataError`, which names a leaf, if there is none. It is asked for, and not checked
-        by `opened`: of the values of a `Shared` and of several batches nobody asks.
+        by `opened`: of the values of a `Replicated` and of several batches nobody asks.
         """
         counts: dict[str, int] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.data):
@@ -53,13 +53,13 @@ class OpenedRows:
             if count != rows:
                 raise DataError(
                     f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must "
-                    "share one leading row dim: give both the same number, or mark one as rx.RowSet"
+                    "share one leading row dim: give both the same number, or mark one as rx.ExtraRows"
                 )
         return rows
 
     @property
     def sets(self) -> list[PyTree]:
-        """The value of each `RowSet`, opened."""
+        """The value of each `ExtraRows`, opened."""
         return [opened(node.value).data for node in _sets_in(self.data)]
 
     def on_host(self, *, copy: bool) -> "OpenedRows":
@@ -73,14 +73,14 @@ class OpenedRows:
         return OpenedRows(jax.tree_util.tree_map_with_path(to_array, self.data))
 
     def with_padded_sets(self, padded: Callable[[int], int]) -> "OpenedRows":
-        """Return these with each `RowSet` as a batch of its own; arrays of the host, or shapes.
+        """Return these with each `ExtraRows` as a batch of its own; arrays of the host, or shapes.
 
         `padded` returns the size of a batch of so many rows.
         """
         numbers = itertools.count(1)
 
-        def as_batch(node: Shared | RowSet) -> Shared | RowSet:
-            if isinstance(node, Shared) or node.rows is not None:
+        def as_batch(node: Replicated | ExtraRows) -> Replicated | ExtraRows:
+            if isinstance(node, Replicated) or node.rows is not None:
                 return node
             rows = opened(node.value)
             size = padded(rows.count)
@@ -88,7 +88,7 @@ class OpenedRows:
                 batch = rows.described(size)
             else:
                 batch = rows.on_host(copy=True).padded(size)
-            return RowSet(dataclasses.replace(batch, number=next(numbers)))
+            return ExtraRows(dataclasses.replace(batch, number=next(numbers)))
 
         return OpenedRows(map_marked(as_batch, self.data))
 
@@ -154,11 +154,11 @@ def opened(data: PyTree) -> OpenedRows:
     return OpenedRows(tree)
 
 
-def _sets_in(data: PyTree) -> list[RowSet]:
-    nodes = jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, RowSet))
-    return [node for node in nodes if isinstance(node, RowSet)]
+def _sets_in(data: PyTree) -> list[ExtraRows]:
+    nodes = jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, ExtraRows))
+    return [node for node in nodes if isinstance(node, ExtraRows)]
 
 
-def _rows_of_set(node: RowSet) -> int:
+def _rows_of_set(node: ExtraRows) -> int:
     real = None if node.rows is None else node.rows.rows
     return opened(node.value).count if real is None else real

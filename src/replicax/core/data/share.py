@@ -79,7 +79,7 @@ class Share:
         """Put host batches of the same shapes on the devices, in one transfer.
 
         Raises:
-            ConfigError: an `rx.RowSet` in a batch.
+            ConfigError: an `rx.ExtraRows` in a batch.
             DataError: batches of different shapes.
         """
         apart = [batch.apart() for batch in batches]
@@ -189,9 +189,9 @@ def _identity(where: NamedSharding) -> Callable[[PyTree], PyTree]:
 
 
 def refuse_sets(batches: Sequence[Batch]) -> None:
-    """Raise `ConfigError` if one of `batches`, which are apart, has an `rx.RowSet`."""
+    """Raise `ConfigError` if one of `batches`, which are apart, has an `rx.ExtraRows`."""
     if any(batch.sets for batch in batches):
         raise ConfigError(
-            "a batch with an rx.RowSet in a call of several steps, or inside a transformation; "
+            "a batch with an rx.ExtraRows in a call of several steps, or inside a transformation; "
             "each set is padded by itself on the host: call dp.step outside of jax.jit"
         )

@@ -38,7 +38,7 @@ class RowsRead(NamedTuple):
 
 @answered
 @dataclasses.dataclass(frozen=True)
-class PerProcess:
+class ProcessLocal:
     """Marks data that only this process reads, for `dp.feed` and `rx.fit`.
 
     Without it, arrays and Grain MapDatasets are the complete data, the same in every process, and
@@ -48,7 +48,7 @@ class PerProcess:
 
     Examples:
         >>> mine = {"x": source["x"][:100], "y": source["y"][:100]}
-        >>> for batch in dp.feed(rx.PerProcess(mine), batch_size=32):
+        >>> for batch in dp.feed(rx.ProcessLocal(mine), batch_size=32):
         ...     state, metrics = dp.step(state, batch)
     """
 
@@ -139,11 +139,11 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
     if isinstance(data, Source):
         return data
     size, grain = batch_size or 0, is_grain(data, "MapDataset", "IterDataset")
-    if isinstance(data, PerProcess):
+    if isinstance(data, ProcessLocal):
         part, remainder = divmod(size, job.processes)
         if remainder:
             raise ConfigError(
-                f"batch_size={size} of rx.PerProcess data on {job.processes} processes leaves a "
+                f"batch_size={size} of rx.ProcessLocal data on {job.processes} processes leaves a "
                 f"remainder; each must contribute equally: use a multiple of {job.processes}"
             )
         own = as_source(data.data, part or None, job, shuffle=shuffle, seed=seed)
@@ -185,7 +185,7 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
 
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be read in any order."""
-    rows = data.data if isinstance(data, PerProcess) else data
+    rows = data.data if isinstance(data, ProcessLocal) else data
     arrays = isinstance(rows, Mapping | tuple) or is_array_like(rows) or has_columns(rows)
     return arrays or is_grain(rows, "MapDataset")
 

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.core.custom.known_gradient import BACKWARD, FORWARD
 from replicax.core.data.batch import Batch
 from replicax.core.data.merged import Merged
-from replicax.core.data.per_row import PerRow
+from replicax.core.data.per_row import ByRow
 from replicax.core.ground.leaves import PyTree, is_random_key
 from replicax.core.ground.precision import to_sum
 from replicax.core.ground.train_state import TrainState
@@ -77,7 +77,7 @@ class RowExaminer:
     whole: bool = False
     """Whether it will see the global batch, as in `CallContext.whole`."""
     returns_rows: bool = False
-    """Whether a loss or the step returns an `rx.PerRow` among its metrics."""
+    """Whether a loss or the step returns an `rx.ByRow` among its metrics."""
     merges: bool = False
     """Whether it returns a metric that is no mean."""
 
@@ -160,7 +160,7 @@ class RowExaminer:
 
     def see(self, name: str, value: Any) -> None:
         """Mark the values, and weights, of a mean, or rows that are returned."""
-        self.returns_rows |= isinstance(value, PerRow)
+        self.returns_rows |= isinstance(value, ByRow)
         for each in jax.tree.leaves(value):
             each = jax.random.key_data(each) if is_random_key(each) else each
             array = jax.lax.stop_gradient(to_sum(jnp.asarray(each)))

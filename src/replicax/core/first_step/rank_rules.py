@@ -68,7 +68,7 @@ def rank_rule(updater: Updater, params: PyTree, traced: ClosedJaxpr) -> str | No
     return (
         f"the optimizer updates {found[0]} {kind(first)}{others}, of stacked layers, by another "
         f"rule than one layer of {list(first.shape[1:])}: a rule by rank; choose by path, with "
-        "mask= or rx.muon(matrices=...)"
+        "mask= or rx.optimizers.muon(matrices=...)"
     )
 
 

@@ -179,7 +179,7 @@ def written(broken: Broken, sees: str) -> LossError:
 def other_rows(held: int | None, given: int) -> StateError:
     """Return the error for a batch of another number of rows than the state has."""
     return StateError(
-        f"the state has {held} rows in an rx.PerRow and the batch {given}, padding included; each "
+        f"the state has {held} rows in an rx.ByRow and the batch {given}, padding included; each "
         "row of a batch has its own: use that batch size, where a last batch may be shorter"
     )
 
@@ -187,7 +187,7 @@ def other_rows(held: int | None, given: int) -> StateError:
 def sets_of_rows(what: str) -> ConfigError:
     """Return the error for a batch with sets where a loss is called on the batch."""
     return ConfigError(
-        f"{what} was given a batch with an rx.RowSet, whose rows a loss cannot sum with those of "
+        f"{what} was given a batch with an rx.ExtraRows, whose rows a loss cannot sum with those of "
         "the batch: call rx.value_and_grad on each in a custom step, DataParallel(step=step), and "
         "evaluate each set as a batch"
     )
@@ -205,7 +205,7 @@ def padded(broken: Broken, padding: int, size: int) -> LossError:
     if broken.merged:
         return LossError(
             f"the metric {name!r} counts padded rows, and {where}: give it rx.row_weights(rows) as "
-            "its mask or weights, pass its rows as rx.AllRows(function, rows), which has no "
+            "its mask or weights, pass its rows as rx.HostMetric(function, rows), which has no "
             "padding, or choose a batch size that divides the rows"
         )
     if broken.scalar:

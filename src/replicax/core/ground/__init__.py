@@ -17,5 +17,5 @@ Read in this order:
 
 It imports `errors`, `blocks` when a notebook asks, and nothing else of Replicax. `cluster` may
 import this room, and no other of the core. Tests: `tests/core/ground/`. Public: `rx.TrainState`,
-`rx.Job`.
+`rx.types.Job`.
 """

@@ -14,5 +14,5 @@ Read in this order:
 
 The libraries are imported only if a model is of them. A new kind is a file, and a case in `split`.
 The room imports `errors`, `ground` and `placement`, and may import `jaxprs` and `data`. Tests:
-`tests/core/models/`. Public: `rx.Stateful`, `rx.Written`; `dp.model(state)` merges.
+`tests/core/models/`. Public: `rx.Stateful`, `rx.NewState`; `dp.model(state)` merges.
 """

@@ -24,7 +24,7 @@ def split_equinox(model: PyTree) -> SplitModel:
     if _holds(model, (State, StateIndex)) and not isinstance(model, Stateful):
         raise ConfigError(
             "the model has an Equinox State (as for BatchNorm), which the loss must return: call "
-            "init(rx.Stateful(model, state)), and return rx.Written(values, state)"
+            "init(rx.Stateful(model, state)), and return rx.NewState(values, state)"
         )
     return split_pytree(model, EquinoxDefinition)
 

@@ -49,7 +49,7 @@ def _merged_nnx(metric: Any, other: Any) -> Any:
     if isinstance(metric, known.Average):
         return jax.tree.map(lambda a, b: a + b, metric, other)
     kind = type(metric).__name__
-    raise LossError(f"the metric {kind} has no merge(other): define it, or pass rx.AllRows")
+    raise LossError(f"the metric {kind} has no merge(other): define it, or pass rx.HostMetric")
 
 
 def _merged_welford(metric: Any, other: Any) -> Any:

@@ -22,7 +22,7 @@ class Stateful:
         >>> def loss(model, batch, key):  # the mean of all that it has seen
         ...     seen = 0.9 * model.state["mean"] + 0.1 * batch["x"].mean()
         ...     losses = (batch["x"] @ model.model["w"] - seen) ** 2
-        ...     return rx.Written(losses, {"mean": seen})
+        ...     return rx.NewState(losses, {"mean": seen})
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state = dp.init(rx.Stateful(model, {"mean": jnp.zeros(())}))
         >>> state, metrics = dp.step(state, batch)
@@ -38,7 +38,7 @@ class Stateful:
 @answered
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Written:
+class NewState:
     """The result of a loss on a `Stateful` model: its values and the updated state.
 
     In evaluation the state does not change. In a custom step `rx.value_and_grad` returns it.
@@ -47,7 +47,7 @@ class Written:
         >>> def loss(model, batch, key):  # counts the rows that it has seen
         ...     losses = (batch["x"] @ model.model["w"] - batch["y"]) ** 2
         ...     rows = model.state["rows"] + rx.row_weights(batch).sum()
-        ...     return rx.Written(losses, {"rows": rows})
+        ...     return rx.NewState(losses, {"rows": rows})
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state = dp.init(rx.Stateful(model, {"rows": jnp.zeros(())}))
         >>> state, metrics = dp.step(state, batch)
@@ -71,17 +71,17 @@ class Written:
 
 def values_of(returned: Any) -> Any:
     """Return the return value of a loss, without the state."""
-    return returned.values if isinstance(returned, Written) else returned
+    return returned.values if isinstance(returned, NewState) else returned
 
 
 def take_state(returned: Any, extras: PyTree, context: CallContext) -> PyTree:
     """Return `extras`, the non-trainable arrays of a `Stateful`, with the state of `returned`."""
     if context.key is None:
         return extras
-    if not isinstance(returned, Written):
+    if not isinstance(returned, NewState):
         raise LossError(
             "the model is an rx.Stateful, but the loss returned no state; every step must update "
-            "it: return rx.Written(values, state)"
+            "it: return rx.NewState(values, state)"
         )
     after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
     for path, was, now in kind_changes(extras.state, after):

@@ -6,6 +6,6 @@ Read first `base.py`, the seams by name, and `update.py`, the step itself; then 
 `reduction.py` with `coded.py`; then what `apply` calls: `optimizer.py` and `loss_scale.py`.
 
 It imports `errors` and the rooms before it; no mode is known here. Tests: `tests/core/step/`.
-Public: `rx.Weighted`, `rx.Reduction`, `rx.Coded`, `rx.gather`, `rx.independent`,
+Public: `rx.Weighted`, `rx.types.Reduction`, `rx.Coded`, `rx.gather`, `rx.independent`,
 `rx.row_weights`, `rx.row_numbers`, `rx.step_number`.
 """

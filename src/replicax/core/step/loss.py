@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.data.merged import Merge, Merged, Merging, apart, named_values
-from replicax.core.data.per_row import PerRow, checked_rows
+from replicax.core.data.per_row import ByRow, checked_rows
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.precision import to_sum
 from replicax.core.models.metric_objects import as_metric
@@ -122,7 +122,7 @@ def sums(returned: Any, mask: jax.Array, counts: Any = None) -> dict[str, Weight
     weighted = {
         name: weighted_sum(name, value, mask)
         for name, value in named.items()
-        if not isinstance(value, PerRow) and _as_metric(value) is None
+        if not isinstance(value, ByRow) and _as_metric(value) is None
     }
     if counts is None:
         return weighted
@@ -134,10 +134,10 @@ def sums(returned: Any, mask: jax.Array, counts: Any = None) -> dict[str, Weight
 
 
 def rows_of(returned: Any, count: int, *, every: bool) -> dict[str, PyTree]:
-    """Return what a loss returned for each of `count` rows: each `PerRow`, or `every` value."""
+    """Return what a loss returned for each of `count` rows: each `ByRow`, or `every` value."""
     found = {}
     for name, value in values_by_name(returned).items():
-        if isinstance(value, PerRow):
+        if isinstance(value, ByRow):
             found[name] = checked_rows(name, value.value, count)
         elif every and _as_metric(value) is None and jnp.ndim(_values(value)):
             found[name] = jnp.asarray(_values(value))

@@ -39,7 +39,7 @@ ITEM = "default"
 def array_entries(state: PyTree) -> dict[str, ArrayEntry]:
     """Return leaf name -> dtype and shape of each array in `state`, which may be abstract.
 
-    Of an `rx.PerRow`, its real rows: the same on any number of devices.
+    Of an `rx.ByRow`, its real rows: the same on any number of devices.
     """
     plain = {name: _shape(leaf) for name, leaf in named_leaves(real_rows(state)).items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}

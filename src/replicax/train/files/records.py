@@ -65,7 +65,7 @@ class Record:
     """Metrics of one or more steps, or of one evaluation."""
 
     kind: str
-    """`"train"`, `"eval"`, `"noise"` (see `rx.NoiseMeter`), `"skip"`: the update of
+    """`"train"`, `"eval"`, `"noise"` (see `rx.hooks.NoiseMeter`), `"skip"`: the update of
     `step` was skipped (see `rx.Guard`), or `"restore"`: the run went back to
     `step` and continued from there."""
     step: int

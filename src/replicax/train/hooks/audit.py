@@ -72,7 +72,7 @@ class Audit(Hook):
     its state when they are started again. See docs/audit.md.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[rx.Audit(every=100)])
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[rx.hooks.Audit(every=100)])
 
     Args:
         every: steps between two audits.

@@ -104,7 +104,7 @@ class EarlyStopping(_Watching):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=100, eval_source=held_out,
-        ...        hooks=[rx.EarlyStopping("accuracy", patience=5)])
+        ...        hooks=[rx.hooks.EarlyStopping("accuracy", patience=5)])
 
     Args:
         metric: name of the metric in the evaluation records.
@@ -155,7 +155,7 @@ class KeepBest(_Watching):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=100, eval_source=held_out,
-        ...        run_dir="runs/x", hooks=[rx.KeepBest("accuracy")])
+        ...        run_dir="runs/x", hooks=[rx.hooks.KeepBest("accuracy")])
 
     Args:
         metric: name of the metric in the evaluation records.

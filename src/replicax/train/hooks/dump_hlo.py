@@ -20,7 +20,7 @@ class DumpHLO(Hook):
     `step.1.hlo` and so on. They are those of the step on the first batch of the start.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, hooks=[rx.DumpHLO("hlo")])
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, hooks=[rx.hooks.DumpHLO("hlo")])
         >>> "dot_general" in pathlib.Path("hlo/step.mlir").read_text()
         True
 

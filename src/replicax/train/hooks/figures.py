@@ -28,7 +28,7 @@ class DeviceMemory(Hook):
     devices do not report it, so their records omit the figure.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.DeviceMemory()])
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.hooks.DeviceMemory()])
     """
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
@@ -46,7 +46,7 @@ class Throughput(Hook):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10,
-        ...        hooks=[rx.Throughput(tokens_per_row=1024)])
+        ...        hooks=[rx.hooks.Throughput(tokens_per_row=1024)])
 
     Args:
         tokens_per_row: without it, `tokens_per_second` is omitted.
@@ -98,7 +98,7 @@ class GradientNorm(Hook):
     before clipping. It is computed inside the step, so the compiled program changes.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.GradientNorm()])
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.hooks.GradientNorm()])
 
     Raises:
         ConfigError: in a run, a custom step, or a metric of that name.
@@ -143,7 +143,7 @@ class LearningRate(Hook):
         >>> schedule = optax.cosine_decay_schedule(3e-4, 20)
         >>> dp = rx.DataParallel(loss, optax.adamw(schedule))
         >>> result = rx.fit(dp, dp.init(model), source, batch_size=32, steps=20,
-        ...                 hooks=[rx.LearningRate(schedule)])
+        ...                 hooks=[rx.hooks.LearningRate(schedule)])
 
     Args:
         schedule: the optimizer's schedule, called with the number of previous updates, as in optax;

@@ -49,7 +49,7 @@ class Logger(Hook):
     records are sent for at most 10 seconds.
 
     Examples:
-        >>> class Post(rx.Logger):
+        >>> class Post(rx.hooks.Logger):
         ...     def write(self, record):
         ...         requests.post("http://host:8000", data=record.to_json(), timeout=5)
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, hooks=[Post()])
@@ -184,7 +184,7 @@ class CSV(Logger):
     goes back, and when a record adds a column.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[rx.CSV()])
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[rx.hooks.CSV()])
 
     Args:
         path: `records.csv` in the run's folder by default.

@@ -195,7 +195,7 @@ class NoiseMeter(Hook):
     docs/noise-scale.md.
 
     Examples:
-        >>> noise = rx.NoiseMeter(every=10)
+        >>> noise = rx.hooks.NoiseMeter(every=10)
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[noise])
         >>> print(noise.scale)
 

@@ -24,7 +24,7 @@ class Profile(Hook):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, steps=1000, run_dir="runs/x",
-        ...        hooks=[rx.Profile(100, 110)])
+        ...        hooks=[rx.hooks.Profile(100, 110)])
 
     Args:
         first: first profiled step. Steps are counted from 1; step 1 includes compilation.

@@ -19,7 +19,7 @@ class TensorBoard(Logger):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
-        ...        hooks=[rx.TensorBoard()])  # then: tensorboard --logdir runs
+        ...        hooks=[rx.hooks.TensorBoard()])  # then: tensorboard --logdir runs
 
     Args:
         folder: `tensorboard` in the run's folder by default.

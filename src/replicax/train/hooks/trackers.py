@@ -47,7 +47,7 @@ class WandB(_Resuming):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
-        ...        hooks=[rx.WandB("digits", tags=["first"])])
+        ...        hooks=[rx.hooks.WandB("digits", tags=["first"])])
 
     Args:
         project: name of the project.
@@ -96,7 +96,7 @@ class Trackio(_Resuming):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
-        ...        hooks=[rx.Trackio("digits")])  # then: trackio show
+        ...        hooks=[rx.hooks.Trackio("digits")])  # then: trackio show
 
     Args:
         project: name of the project.
@@ -137,7 +137,7 @@ class Comet(_Resuming):
     killed process did after its last checkpoint then appear twice, with equal values.
 
     Examples:
-        >>> offline = rx.Comet("digits", online=False)  # afterwards: comet upload runs/x/comet/*
+        >>> offline = rx.hooks.Comet("digits", online=False)  # afterwards: comet upload runs/x/comet/*
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[offline])
 
     Args:
@@ -187,7 +187,7 @@ class MLflow(_Resuming):
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
-        ...        hooks=[rx.MLflow("http://host:5000", experiment="digits")])
+        ...        hooks=[rx.hooks.MLflow("http://host:5000", experiment="digits")])
 
     Args:
         uri: URI of the tracking server or store; by default files in `mlflow` in the run's folder.

@@ -11,5 +11,5 @@
 Read `loop.py` first, then `open_run.py`. `stopping.py` is where all processes agree, and
 `stragglers.py` finds the one that is late; `evaluator.py` scores, `step_records.py` measures,
 `summary.py` prints and is the result; with islands, `members.py` says which of them writes. Tests:
-`tests/train/`. Public: `rx.Run`, `rx.fit`, `rx.Fit`.
+`tests/train/`. Public: `rx.Run`, `rx.fit`, `rx.types.Fit`.
 """

@@ -168,7 +168,7 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
     before = extra.get("processes")
     now = parts_of_processes(source).get("processes")
     if before != now:
-        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (before, now)]
+        fed = [f"rx.ProcessLocal in {n} processes" if n else "shared data" for n in (before, now)]
         raise ConfigError(
             f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
             "rows: use the same source and number of processes, or start a new run"

@@ -39,7 +39,7 @@ class Interrupt:
     for signals that are ignored, such as SIGHUP under `nohup`, and in forked child processes.
 
     Examples:
-        >>> settings = {"batch_size": 32, "epochs": 2, "interrupt": rx.Interrupt()}
+        >>> settings = {"batch_size": 32, "epochs": 2, "interrupt": rx.types.Interrupt()}
         >>> result = rx.fit(dp, state, source, **settings)
         >>> if not result.interrupted:
         ...     weights = dp.model(result.state)

@@ -149,7 +149,7 @@ def test_zeros_keep_their_sign() -> None:
 def test_refuses_what_cannot_be_shared_out(options: dict[str, Any], words: list[str]) -> None:
     options = {**options}
     layout, devices = options.pop("layout", "replicated"), options.pop("devices", 8)
-    with pytest.raises(rx.ConfigError) as refused:
+    with pytest.raises(rx.errors.ConfigError) as refused:
         data_parallel(CASES["pytree"], on("exact", layout, data=devices, **options))
     for word in words:
         assert word in str(refused.value)
@@ -171,5 +171,5 @@ def test_refuses_state_that_each_micro_shard_would_write() -> None:
     case = Case(Counting, CASES["nnx"].loss, CASES["nnx"].source)
     dp = data_parallel(case, how(2))
     state = dp.init(case.model())
-    with pytest.raises(rx.ConfigError, match="seen"):
+    with pytest.raises(rx.errors.ConfigError, match="seen"):
         dp.step(state, next(iter(dp.feed(case.source, BATCH))))

@@ -48,7 +48,7 @@ def key_words(key: Any) -> Any:
 
 def loss(w: Any, batch: Any, key: Any) -> Any:
     drawn = {**batch, "of_loss": jax.random.normal(key, batch["x"].shape)}
-    return (w - batch["x"]) ** 2, {name: rx.PerRow(value) for name, value in drawn.items()}
+    return (w - batch["x"]) ** 2, {name: rx.ByRow(value) for name, value in drawn.items()}
 
 
 def step(state: Any, batch: Any, key: Any) -> Any:
@@ -63,7 +63,7 @@ def step(state: Any, batch: Any, key: Any) -> Any:
         "w": jax.random.normal(key, (MICRO_SHARDS,)),
         "gathered": (everyone * jax.random.normal(key, everyone.shape)).sum(),
     }
-    return after, {**means, **{n: rx.PerRow(rows[n]) for n in rows if n not in ("loss", "x")}}
+    return after, {**means, **{n: rx.ByRow(rows[n]) for n in rows if n not in ("loss", "x")}}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def first_steps() -> list[tuple[Any, dict[str, Any], Any]]:
         state = dp.init({"w": jnp.zeros(MICRO_SHARDS), "gathered": jnp.zeros(())})
         key = step_key(jax.device_get(state))
         state, metrics = dp.step(state, DATA)
-        rows = {name: v.whole() for name, v in metrics.items() if isinstance(v, rx.PerRow)}
+        rows = {name: v.whole() for name, v in metrics.items() if isinstance(v, rx.ByRow)}
         found.append((jax.device_get(dp.model(state)), rows, key))
     return found
 

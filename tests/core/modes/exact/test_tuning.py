@@ -61,17 +61,22 @@ def test_nothing_is_left_of_a_file_that_would_not_do(tmp_path: Path, text: str) 
             Path(options["xla_gpu_dump_autotune_results_to"]).write_bytes(CHOICES)
         return [Text(text)]
 
-    with pytest.raises(rx.ConfigError, match="convolutions" if "conv" in text else "1 programs"):
+    with pytest.raises(
+        rx.errors.ConfigError, match="convolutions" if "conv" in text else "1 programs"
+    ):
         recorded_kernels(compiled, tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 def test_kernels_that_are_not_recorded_are_refused() -> None:
     error = "NOT_FOUND: Failed to get configs for: 3 out of 13 instructions. See logs"
-    with pytest.raises(rx.ConfigError, match=r"3 of 13 kernels"), unrecorded_refused("step.0"):
+    with (
+        pytest.raises(rx.errors.ConfigError, match=r"3 of 13 kernels"),
+        unrecorded_refused("step.0"),
+    ):
         raise jax.errors.JaxRuntimeError(error)
     duplicate = "INTERNAL: Duplicate autotuning result for <key ...>"
-    with pytest.raises(rx.ConfigError, match="new process"), unrecorded_refused("step.0"):
+    with pytest.raises(rx.errors.ConfigError, match="new process"), unrecorded_refused("step.0"):
         raise jax.errors.JaxRuntimeError(duplicate)
     with pytest.raises(jax.errors.JaxRuntimeError), unrecorded_refused("step.0"):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
@@ -81,19 +86,19 @@ def test_a_tuning_is_of_the_mode_of_gpus_and_part_of_the_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = np.ones((8, 3), np.float32)
-    with pytest.raises(rx.ConfigError, match="cpu"):
+    with pytest.raises(rx.errors.ConfigError, match="cpu"):
         exact(tuning=tmp_path / "a")
-    with pytest.raises(rx.ConfigError, match="cpu"):
+    with pytest.raises(rx.errors.ConfigError, match="cpu"):
         exact().record_tuning(np.ones(3, np.float32), rows, tmp_path)
     monkeypatch.setattr(tuning, "platform_of", lambda mesh: "gpu")
     monkeypatch.setattr(tuning, "_read_here", set())
-    with pytest.raises(rx.ConfigError, match="mode='jit'"):
+    with pytest.raises(rx.errors.ConfigError, match="mode='jit'"):
         rx.DataParallel(loss, optax.sgd(0.1), tuning=tmp_path / "a")
-    with pytest.raises(rx.ConfigError, match="record_tuning"):
+    with pytest.raises(rx.errors.ConfigError, match="record_tuning"):
         exact(tuning=tmp_path / "a")
     name = hashlib.sha256(CHOICES).hexdigest()[:16]
     (tmp_path / "a").write_bytes(CHOICES)
-    with pytest.raises(rx.ConfigError, match=name):
+    with pytest.raises(rx.errors.ConfigError, match=name):
         exact(tuning=tmp_path / "a")
     path = tmp_path / f"{name}.textproto"
     path.write_bytes(CHOICES)
@@ -107,7 +112,7 @@ def test_a_tuning_is_of_the_mode_of_gpus_and_part_of_the_identity(
     other = CHOICES + b"\n"
     second = tmp_path / f"{hashlib.sha256(other).hexdigest()[:16]}.textproto"
     second.write_bytes(other)
-    with pytest.raises(rx.ConfigError, match=name):
+    with pytest.raises(rx.errors.ConfigError, match=name):
         exact(tuning=second)
 
 
