@@ -1,8 +1,8 @@
 """Metrics that are no means: AUC, F1 and perplexity of all rows, on any number of devices.
 
 F1 and perplexity are objects with `merge` and `compute`, as those of clu, metrax and `nnx.metrics`
-are. AUC needs all scores at once: `rx.HostMetric` calls any function of NumPy arrays with them, such
-as `sklearn.metrics.roc_auc_score`.
+are. AUC needs all scores at once: `rx.HostMetric` calls any function of NumPy arrays with them, as
+`sklearn.metrics.roc_auc_score`.
 """
 
 import jax

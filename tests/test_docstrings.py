@@ -6,7 +6,6 @@ import io
 import pathlib
 import re
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.public_names import PUBLIC
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
@@ -38,8 +38,8 @@ SLOW = {"Bench", "Verification", "bench", "verify"}
 """Examples that take seconds; other tests in `make test` cover them."""
 EXAMPLES = [
     pytest.param(name, marks=pytest.mark.exhaustive if name in {*ELSEWHERE, *SLOW} else ())
-    for name in rx.__all__
-    if name not in NO_EXAMPLE and not isinstance(getattr(rx, name), ModuleType)
+    for name in PUBLIC
+    if name not in NO_EXAMPLE
 ]
 
 
@@ -89,9 +89,9 @@ def test_the_example_of_a_public_name_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")  # wandb keeps what it finds first, for all tests
     monkeypatch.setenv("WANDB_SILENT", "true")
-    examples = doctest.DocTestParser().get_examples(getattr(rx, name).__doc__)
+    examples = doctest.DocTestParser().get_examples(PUBLIC[name].__doc__)
     assert examples
-    assert "Examples:\n" in getattr(rx, name).__doc__  # the site shows another word as prose
+    assert "Examples:\n" in PUBLIC[name].__doc__  # the site shows another word as prose
     names = known()
     for example in examples:
         code, printed = compile(example.source, name, "single"), io.StringIO()
@@ -99,11 +99,11 @@ def test_the_example_of_a_public_name_runs(
             if example.exc_msg is None:
                 exec(code, names)
             else:
-                with pytest.raises(getattr(rx, re.findall(r"(\w+):", example.exc_msg)[0])):
+                with pytest.raises(PUBLIC[re.findall(r"(\w+):", example.exc_msg)[0]]):
                     exec(code, names)
         if example.want and example.exc_msg is None:
             assert printed.getvalue() == example.want
 
 
 def test_all_other_names_are_errors() -> None:
-    assert all(issubclass(getattr(rx, name), rx.ReplicaxError) for name in NO_EXAMPLE)
+    assert all(issubclass(PUBLIC[name], rx.ReplicaxError) for name in NO_EXAMPLE)

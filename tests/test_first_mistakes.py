@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.mistakes import ADAM, MODEL, ROWS, loss, make, refused
+from support.public_names import PUBLIC
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError, StateError
@@ -199,17 +200,16 @@ OPEN = {"Feed", "Hook", "Logger", "HostMetric", "Merged", "WandB", "Trackio", "C
 """Returned, to inherit from, or with arguments of any name, which are those of others."""
 CALLS = [
     name
-    for name in rx.__all__
-    if callable(getattr(rx, name)) and name not in MADE | OPEN
-    if not (isinstance(getattr(rx, name), type) and issubclass(getattr(rx, name), BaseException))
-    if getattr(getattr(rx, name), "__doc__", "") and name not in RESULTS
+    for name, value in PUBLIC.items()
+    if name not in MADE | OPEN | RESULTS
+    if not (isinstance(value, type) and issubclass(value, BaseException))
 ]
 METHODS = ("init", "feed", "step", "steps", "evaluate", "predict", "model", "place", "end_round")
 
 
 @pytest.mark.parametrize("name", [*CALLS, *(f"dp.{name}" for name in METHODS)])
 def test_an_argument_that_is_not_there_is_refused_by_name(name: str) -> None:
-    found: Any = getattr(make() if name.startswith("dp.") else rx, name.removeprefix("dp."))
+    found: Any = getattr(make(), name[3:]) if name.startswith("dp.") else PUBLIC[name]
     said = refused(ConfigError, lambda: found(no_such_argument=1), "no_such_argument=1")
     assert said.startswith(f"{name} ")
 
@@ -218,7 +218,7 @@ def test_an_argument_that_is_not_there_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("function", OF_OTHERS)
 def test_an_argument_of_another_library_is_refused_with_ours(function: str) -> None:
     dp = make()
-    called: Any = getattr(dp if function.startswith("dp.") else rx, function.rpartition(".")[2])
+    called: Any = getattr(dp, function[3:]) if function.startswith("dp.") else PUBLIC[function]
     for given, ours in OF_OTHERS[function].items():
         call = f"called({given})"
         said = refused(ConfigError, lambda call=call: eval(call, {"called": called}), given)

@@ -60,8 +60,10 @@ SMALLEST = 60
 SMALL = {
     "core.models.equinox",
     "doctor.known_numbers",
+    "hooks",
     "islands.local_arrays",
     "islands.pace",
+    "types",
 }
 """Modules below `SMALLEST` lines with one importer, commands apart."""
 

@@ -1,4 +1,4 @@
-"""Optimizers by matrix: `rx.optimizers.muon` has the numbers of optax, wherever the owner of a matrix is."""
+"""Optimizers by matrix: Muon has the numbers of optax, wherever the owner of a matrix is."""
 
 import hashlib
 from collections.abc import Sequence

@@ -33,6 +33,22 @@ from urllib.parse import unquote, urlsplit
 
 from replicax.text.other_names import VALUES
 
+__all__ = [
+    "AgreementError",
+    "CheckpointError",
+    "ClusterError",
+    "CompilerError",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "IslandLeftError",
+    "LossError",
+    "MissingDependencyError",
+    "ReplicasDifferError",
+    "RunInUseError",
+    "StateError",
+]
+
 T = TypeVar("T")
 
 

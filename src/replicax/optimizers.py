@@ -15,6 +15,8 @@ from replicax.core.placement.matrix_slots import MatrixDims
 from replicax.errors import ConfigError
 from replicax.text.arguments import answered
 
+__all__ = ["by_matrix", "muon"]
+
 Matrices = str | Sequence[str] | Mapping[str, tuple[Any, Any] | None]
 """Regexes searched in the paths of parameters, or those and the dims of rows and columns."""
 

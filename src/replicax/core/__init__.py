@@ -29,6 +29,6 @@ evaluation, several_steps, data_parallel. From the rest of Replicax they import 
 `tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;
 `test_parity.py` and `test_layout_parity.py` there compare every mode and layout with one device.
 
-Public are the names that `replicax` itself has, such as `rx.DataParallel` and `rx.types.Mode` of the
-files here. Paths of modules may change, as the changelog says.
+Public are the names that `replicax` itself has, such as `rx.DataParallel`, and its modules, as
+`rx.types.Mode`. Paths of modules may change, as the changelog says.
 """

@@ -28,7 +28,7 @@ def check_rank_rules(program: ParsedFile) -> None:
                 call,
                 "parameters are chosen by rank, and a scan over layers stacks them: biases "
                 "[layers, width] count as matrices, and matrices have three dims",
-                "choose by path, as rx.optimizers.muon(rate, matrices=...) does, or with a mask of names",
+                "choose by path, as rx.optimizers.muon(rate, matrices=...), or by a mask of names",
                 WARNING,
             )
 

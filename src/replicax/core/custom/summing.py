@@ -87,8 +87,8 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
     Returns:
         `function(model, batch, key=None) -> (means, gradient)`, or `(means, gradient, rows)`.
         `model` is of any kind supported by `DataParallel.init`, `batch` a pytree of arrays with one
-        entry for each row of the step's batch or an `rx.ExtraRows` of it, and without a key the loss
-        is called as in evaluation. `means` are float32 scalars, `"loss"` and the metrics, equal on
+        entry for each row of the step's batch, or an `rx.ExtraRows`, and without a key the loss is
+        called as in evaluation. `means` are float32 scalars, `"loss"` and the metrics, equal on
         all replicas; the gradient, that of the mean loss, has
         the model's structure, with None for leaves that are not trainable. An NNX model keeps its
         writes, and its gradient has the structure of `nnx.state(model, nnx.Param)`. For an
@@ -97,7 +97,7 @@ def value_and_grad(loss: LossFunction, *, rows: bool = False) -> Callable[..., t
         be differentiated once by `model` in reverse mode, as a line search does; no other result
         may be. With `rows`, the last result is a dict of the values `[rows, ...]` behind `"loss"`
         and the metrics that have rows, and of each `rx.ByRow` among them: those of the rows that
-        the step sees, not differentiated. For an `rx.ExtraRows` it is an `rx.ExtraRows` of that dict.
+        the step sees, not differentiated. Of an `rx.ExtraRows` it is one of that dict.
 
     Raises:
         LossError: the loss violates its contract, or another result is differentiated.
@@ -204,8 +204,8 @@ def _seen(
         step = here.context.step
         if of_set and (rows.rows is None or count != rows.rows.size):
             raise LossError(
-                f"rx.{name} was given an rx.ExtraRows of {count} rows that is none of the batch: use "
-                "batch[...].map(function), which keeps its rows"
+                f"rx.{name} was given an rx.ExtraRows of {count} rows that is none of the batch: "
+                "use batch[...].map(function), which keeps its rows"
             )
         if not of_set and count != seen:
             raise LossError(

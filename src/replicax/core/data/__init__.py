@@ -2,7 +2,7 @@
 
 Read in this order:
 
-    batch.py         `Batch`, rows with their mask and index, of one size; `Replicated` and `ExtraRows`
+    batch.py         `Batch`, rows with mask and index, of one size; `Replicated`, `ExtraRows`
     host_arrays.py   arrays of other libraries as NumPy arrays
     rows.py          `OpenedRows`: what a user passed, opened, to be counted and padded
     grain_elements.py   whether the elements of a Grain dataset are rows
@@ -15,6 +15,6 @@ Read in this order:
     given.py         the batches of any source, to evaluate; its first rows, to plan and verify
 
 It imports `errors` and `ground`, and may import `jaxprs`. Tests: `tests/core/data/`. Public:
-`rx.Batch`, `rx.Replicated`, `rx.ExtraRows`, `rx.ByRow`, `rx.types.Merged`, `rx.HostMetric`, `rx.types.Feed` (from
-`dp.feed`), `rx.ProcessLocal`.
+`rx.Batch`, `rx.Replicated`, `rx.ExtraRows`, `rx.ByRow`, `rx.ProcessLocal`, `rx.HostMetric`,
+`rx.types.Merged`, `rx.types.Feed` (from `dp.feed`).
 """

@@ -165,7 +165,7 @@ class Batch:
         return f"{size} rows{real}{f', {shared} shared' if shared else ''}"
 
     def apart(self) -> "Batch":
-        """Return the batch with the values of each `Replicated` and `ExtraRows` moved out of `data`.
+        """Return the batch with each `Replicated` and `ExtraRows` moved out of `data`.
 
         They are then in `shared` and `sets`, unchanged.
         """

@@ -277,7 +277,7 @@ class Feed:
                 if len(share.held) * job.processes != share.size:
                     raise ConfigError(
                         f"this process holds {len(share.held)} of {share.size} rows in a job of "
-                        f"{job.processes} processes; rx.ProcessLocal needs the same number of whole "
+                        f"{job.processes} processes; rx.ProcessLocal needs as many whole "
                         "replicas on each: change the mesh, or pass all the data to every process"
                     )
             host = data if source.batches is None or source is not self.source else None

@@ -53,7 +53,8 @@ class OpenedRows:
             if count != rows:
                 raise DataError(
                     f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must "
-                    "share one leading row dim: give both the same number, or mark one as rx.ExtraRows"
+                    "share one leading row dim: give both the same number, or pass one as "
+                    "rx.ExtraRows"
                 )
         return rows
 

@@ -15,5 +15,5 @@ Read in this order:
 
 `jaxprs` has the rules; this room knows what a loss is. `call_checks.py`, above, calls it, and
 `per_replica_sums.py` uses its answer. It imports `errors` and the rooms up to `custom`. Tests:
-`tests/core/first_step/`. Public: nothing but the errors, such as `rx.errors.LossError` (`docs/rows.md`).
+`tests/core/first_step/`. Public: nothing but errors, as `rx.errors.LossError` (`docs/rows.md`).
 """

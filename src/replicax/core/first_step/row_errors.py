@@ -187,9 +187,9 @@ def other_rows(held: int | None, given: int) -> StateError:
 def sets_of_rows(what: str) -> ConfigError:
     """Return the error for a batch with sets where a loss is called on the batch."""
     return ConfigError(
-        f"{what} was given a batch with an rx.ExtraRows, whose rows a loss cannot sum with those of "
-        "the batch: call rx.value_and_grad on each in a custom step, DataParallel(step=step), and "
-        "evaluate each set as a batch"
+        f"{what} was given a batch with an rx.ExtraRows, whose rows a loss cannot sum with "
+        "those of the batch: call rx.value_and_grad on each in a custom step, "
+        "DataParallel(step=step), and evaluate each set as a batch"
     )
 
 

@@ -184,7 +184,8 @@ class CSV(Logger):
     goes back, and when a record adds a column.
 
     Examples:
-        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[rx.hooks.CSV()])
+        >>> hooks = [rx.hooks.CSV()]
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=hooks)
 
     Args:
         path: `records.csv` in the run's folder by default.

@@ -137,7 +137,8 @@ class Comet(_Resuming):
     killed process did after its last checkpoint then appear twice, with equal values.
 
     Examples:
-        >>> offline = rx.hooks.Comet("digits", online=False)  # afterwards: comet upload runs/x/comet/*
+        >>> # afterwards: comet upload runs/x/comet/*
+        >>> offline = rx.hooks.Comet("digits", online=False)
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[offline])
 
     Args:

@@ -76,7 +76,7 @@ class Run(Running):
         interrupt: handles SIGINT, SIGTERM, SIGHUP and SIGQUIT. By default a new one, of SIGINT only
             if nothing is saved; once all is saved and closed, the run then raises
             `KeyboardInterrupt` after Ctrl-C, else `SystemExit` with code 75, each with the `Fit` as
-            its `result`. With your own `rx.types.Interrupt`, or within another run, it returns: read
+            its `result`. With an `rx.types.Interrupt`, or within another run, it returns: read
             `result.interrupted`.
 
     Raises:
