@@ -19,7 +19,7 @@ def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
     assert len(replicax.__all__) <= 45
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *MODULES])
+@pytest.mark.parametrize("name", [*PUBLIC, *sorted(MODULES)])
 def test_every_public_name_has_a_docstring(name: str) -> None:
     value = PUBLIC[name] if name in PUBLIC else getattr(replicax, name)
     doc = value.__doc__ or ""
