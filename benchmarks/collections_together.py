@@ -39,7 +39,7 @@ def process(way: str) -> None:
     buffer = collections.deque[object](maxlen=LIVE)
     ended: list[float] = []
 
-    class Times(rx.hooks.Hook):
+    class Times(rx.Hook):
         def step(self, run: object, step: object) -> None:
             ended.append(time.perf_counter())
 

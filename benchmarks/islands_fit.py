@@ -28,7 +28,7 @@ def began() -> float:
     return time.time() - (up - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-class Times(rx.hooks.Hook):
+class Times(rx.Hook):
     """Writes the time of each step, the number of live members, and whether this one writes.
 
     The line is written once an exchange is complete: after `step` in an island, which waits for it.

@@ -78,7 +78,7 @@ def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any
     make = functools.partial(rx.DataParallel, recipe.loss, recipe.optimizer(), mesh=mesh)
     dp = make()
     figures = [rx.hooks.LearningRate(0.1), rx.hooks.Throughput(), rx.hooks.DeviceMemory()]
-    hooks: dict[str, list[rx.hooks.Hook]] = {"run": [], "run with figures": figures}
+    hooks: dict[str, list[rx.Hook]] = {"run": [], "run with figures": figures}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(contextlib.redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115

@@ -75,7 +75,7 @@ def disagreement(state, batch, key):
     return jnp.float32(named[:, 0] != named[:, 1])
 
 
-class Collapse(rx.hooks.Hook):
+class Collapse(rx.Hook):
     """Stop the run if the teacher assigns nearly all rows to one class (moving average)."""
 
     def __init__(self, most=0.9, share=0.1):

@@ -133,7 +133,7 @@ def scores(model, batch, key):
     return loss(model, batch, key), {**shares, "length": rx.Weighted(length / wanted, wanted)}
 
 
-class Bleu(rx.hooks.Hook):
+class Bleu(rx.Hook):
     """Record BLEU after each evaluation; checkpoints store the best."""
 
     def __init__(self):

@@ -102,7 +102,7 @@ def off_the_ring(state, batch, key):
     return jnp.abs(jnp.linalg.norm(points, axis=1) - 1)
 
 
-class Distance(rx.hooks.Hook):
+class Distance(rx.Hook):
     """Track a moving average (about 50 steps) of the critic's distance, and the best evaluation."""
 
     def __init__(self):

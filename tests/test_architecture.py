@@ -37,7 +37,7 @@ ROOMS = {
     "optimizers": {"errors", "text", "core"},
     "remat": set(),
     "hooks": {"train"},
-    "types": {"core", "train", "bench", "plan", "verify"},
+    "types": {"core", "cluster", "train", "bench", "plan", "verify"},
     "analysis": {"errors"},
     "net": {"errors"},
     "cluster": {"errors", "text", "core", "net"},

@@ -19,6 +19,11 @@ def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
     assert len(replicax.__all__) <= 45
 
 
+def test_a_name_that_is_elsewhere_is_told() -> None:
+    with pytest.raises(AttributeError, match=r"rx\.hooks\.CSV"):
+        _ = replicax.CSV
+
+
 @pytest.mark.parametrize("name", [*PUBLIC, *sorted(MODULES)])
 def test_every_public_name_has_a_docstring(name: str) -> None:
     value = PUBLIC[name] if name in PUBLIC else getattr(replicax, name)

@@ -17,7 +17,6 @@ if typing.TYPE_CHECKING:
     from replicax import types as types
     from replicax import weights as weights
     from replicax.bench.run import bench as bench
-    from replicax.cluster.watchdog import Timeouts as Timeouts
     from replicax.core.between.rounds import Rounds as Rounds
     from replicax.core.custom.summing import mean as mean
     from replicax.core.custom.summing import value_and_grad as value_and_grad
@@ -47,6 +46,7 @@ if typing.TYPE_CHECKING:
     from replicax.plan.planner import plan as plan
     from replicax.train.folder.saving import Saving as Saving
     from replicax.train.guarded import Guard as Guard
+    from replicax.train.hooks.hook import Hook as Hook
     from replicax.train.run.evaluator import Evaluation as Evaluation
     from replicax.train.run.fit import Run as Run
     from replicax.train.run.fit import fit as fit
@@ -63,6 +63,7 @@ _MODULE_OF = {
     "Evaluation": "train.run.evaluator",
     "ExtraRows": "core.data.batch",
     "Guard": "train.guarded",
+    "Hook": "train.hooks.hook",
     "HostMetric": "core.data.merged",
     "NewState": "core.models.stateful",
     "ProcessLocal": "core.data.sources",
@@ -72,7 +73,6 @@ _MODULE_OF = {
     "Run": "train.run.fit",
     "Saving": "train.folder.saving",
     "Stateful": "core.models.stateful",
-    "Timeouts": "cluster.watchdog",
     "TrainState": "core.ground.train_state",
     "Weighted": "core.step.loss",
     "bench": "bench.run",
@@ -97,6 +97,8 @@ _MODULE_OF = {
 }
 
 _MODULES = ("errors", "hooks", "losses", "optimizers", "remat", "types", "weights")
+_ROOMS = ("hooks", "errors", "optimizers", "types")
+"""Modules of public names that few programs write."""
 
 __all__ = sorted([*_MODULE_OF, *_MODULES])
 
@@ -109,9 +111,17 @@ def __getattr__(name: str) -> typing.Any:
     if name in _MODULES:
         return importlib.import_module(f"replicax.{name}")
     if (module := _MODULE_OF.get(name)) is None:
-        raise AttributeError(f"module 'replicax' has no attribute {name!r}")
+        raise AttributeError(f"module 'replicax' has no attribute {name!r}{_elsewhere(name)}")
     globals()[name] = value = getattr(importlib.import_module(f"replicax.{module}"), name)
     return value
+
+
+def _elsewhere(name: str) -> str:
+    """Return the place of a name of one of the rooms, for an error."""
+    rooms = () if name[:1] == "_" else _ROOMS  # whoever looks for others does not want imports
+    modules = {room: importlib.import_module(f"replicax.{room}") for room in rooms}
+    found = [room for room, module in modules.items() if name in module.__all__]
+    return "".join(f"; it is rx.{room}.{name}" for room in found)
 
 
 class _Package(ModuleType):

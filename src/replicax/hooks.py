@@ -1,4 +1,4 @@
-"""Hooks of a run: figures, checks and loggers; `Hook` and `Logger` for your own."""
+"""Hooks of a run: figures, checks and loggers; `rx.Hook` and `Logger` for your own."""
 
 from replicax.train.hooks.audit import Audit as Audit
 from replicax.train.hooks.best import EarlyStopping as EarlyStopping
@@ -8,7 +8,6 @@ from replicax.train.hooks.figures import DeviceMemory as DeviceMemory
 from replicax.train.hooks.figures import GradientNorm as GradientNorm
 from replicax.train.hooks.figures import LearningRate as LearningRate
 from replicax.train.hooks.figures import Throughput as Throughput
-from replicax.train.hooks.hook import Hook as Hook
 from replicax.train.hooks.logger import CSV as CSV
 from replicax.train.hooks.logger import Logger as Logger
 from replicax.train.hooks.noise_scale import NoiseMeter as NoiseMeter
@@ -27,7 +26,6 @@ __all__ = [
     "DumpHLO",
     "EarlyStopping",
     "GradientNorm",
-    "Hook",
     "KeepBest",
     "LearningRate",
     "Logger",

@@ -1,6 +1,7 @@
 """Types for annotations, which functions return or take."""
 
 from replicax.bench.bench_result import Bench as Bench
+from replicax.cluster.watchdog import Timeouts as Timeouts
 from replicax.core.data.feed import Feed as Feed
 from replicax.core.data.merged import Merged as Merged
 from replicax.core.ground.job import Job as Job
@@ -23,5 +24,6 @@ __all__ = [
     "Mode",
     "Plan",
     "Reduction",
+    "Timeouts",
     "Verification",
 ]

@@ -39,7 +39,7 @@ class Killed(Exception):  # noqa: N818
     """Ends the thread of an island as a signal would end a process."""
 
 
-class At(rx.hooks.Hook):
+class At(rx.Hook):
     """Calls `act` before a step; from then on, sleeps before each, so that islands can join."""
 
     def __init__(self, step: int, act: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class Island:
 
 
 def started(
-    count: int, hooks: Mapping[int, list[rx.hooks.Hook]] | None = None, **settings: Any
+    count: int, hooks: Mapping[int, list[rx.Hook]] | None = None, **settings: Any
 ) -> list[Island]:
     """Return islands that run, some with hooks of their own."""
     own = hooks or {}
@@ -151,7 +151,7 @@ def with_one_that_comes_back(dying: int, step: int, **settings: Any) -> list[Isl
         for island in others():
             until(lambda group=island.job.group: dying in group._candidates, 60.0)
 
-    hooks: dict[int, list[rx.hooks.Hook]] = {
+    hooks: dict[int, list[rx.Hook]] = {
         1: [At(step, wait_for_it)],
         dying: [At(3, lambda: islands[dying].die())],
     }

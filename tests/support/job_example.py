@@ -23,7 +23,7 @@ def end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Kill(rx.hooks.Hook):
+class Kill(rx.Hook):
     """Ends the process at a step, or some time after the run has begun."""
 
     def __init__(self, step: int, seconds: float) -> None:

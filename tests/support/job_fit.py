@@ -29,7 +29,7 @@ def interrupt(job: Job, steps: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class FailsInProcess1(rx.hooks.Hook):
+class FailsInProcess1(rx.Hook):
     """Raises at the start, in process 1 only."""
 
     def start(self, run: Any) -> None:
@@ -37,7 +37,7 @@ class FailsInProcess1(rx.hooks.Hook):
             raise KeyError("a mistake")
 
 
-class Sleeps(rx.hooks.Hook):
+class Sleeps(rx.Hook):
     """Makes process 1 come late to each step; notes whether Python collects by itself."""
 
     collects = True

@@ -20,7 +20,7 @@ EVERY, STEPS = 10, 200
 SLOW_SECONDS = 0.3
 
 
-class Flip(rx.hooks.Hook):
+class Flip(rx.Hook):
     """Flips a bit just before an audit; then waits, at most 57 s, for the new start of the island.
 
     The step before was computed from the right weights, so that the run ends as if nothing were.

@@ -30,7 +30,7 @@ def main() -> None:
     dp = rx.DataParallel(loss, optax.sgd(1e-3), job=job)
     loader = Loader(seed if job.process == 1 else 0)
 
-    class Stop(rx.hooks.Hook):
+    class Stop(rx.Hook):
         """Ends the run at a step, as the batch system does."""
 
         def step(self, run: Any, step: Any) -> None:

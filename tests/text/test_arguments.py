@@ -155,7 +155,7 @@ API: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     ),
     "make_mesh": (rx.make_mesh, ("data", "model", "stage", "devices", "fsdp")),
     "Timeouts": (
-        rx.Timeouts,
+        rx.types.Timeouts,
         ("stall_multiple", "stall_seconds", "start_seconds", "silent_seconds"),
     ),
     "init": (

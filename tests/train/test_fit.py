@@ -235,7 +235,7 @@ def test_a_state_that_was_trained_can_be_trained_on(dp: rx.DataParallel) -> None
 def test_a_relative_folder_stays_where_the_run_began(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Leaves(rx.hooks.Hook):
+    class Leaves(rx.Hook):
         def step(self, run: Any, step: Any) -> None:
             monkeypatch.chdir("/")
 

@@ -98,7 +98,7 @@ def test_an_island_that_dies_changes_nothing(
 def test_the_end_of_a_run_is_saved_by_another_if_the_island_that_writes_dies(
     alone: rx.types.Fit, tmp_path: Path
 ) -> None:
-    class DiesSaving(rx.hooks.Hook):
+    class DiesSaving(rx.Hook):
         def saving(self, run: Any) -> None:
             islands[0].die()
 
@@ -199,7 +199,7 @@ def test_islands_in_other_environments_are_refused(monkeypatch: pytest.MonkeyPat
     assert any("XLA_FLAGS --fast" in str(error) for error in errors)
 
 
-class Flips(rx.hooks.Hook):
+class Flips(rx.Hook):
     """Changes a weight of this island before a step."""
 
     def before_step(self, run: Any, batch: Any) -> None:

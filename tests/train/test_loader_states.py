@@ -113,7 +113,7 @@ from support.resumable import BATCHES, data_parallel, fit, settle
 from train.test_loader_states import of_grain
 import replicax as rx
 
-class Kill(rx.hooks.Hook):
+class Kill(rx.Hook):
     def before_step(self, run, batch):
         if run.place.step == BATCHES + 3:
             settle()

@@ -125,7 +125,7 @@ def test_the_same_order_goes_on_to_the_same_bits(
     assert "\nchange" not in out
 
 
-class Back(rx.hooks.Hook):
+class Back(rx.Hook):
     """Goes back two steps from `step`, once."""
 
     good: Any = None
@@ -166,7 +166,7 @@ def test_the_next_epoch_is_read_ahead_and_dropped_if_the_run_goes_back(
         ArraySource, "order", lambda self, epoch: read.append(epoch) or order(self, epoch)
     )
 
-    class Closes(rx.hooks.Hook):
+    class Closes(rx.Hook):
         def epoch(self, run: Any, record: Any) -> None:
             closed.append(sorted({*read}))
 

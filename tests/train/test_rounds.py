@@ -32,7 +32,7 @@ SETTINGS = [
 def run(
     count: int,
     rounds: dict[str, Any],
-    hooks: dict[int, list[rx.hooks.Hook]] | None = None,
+    hooks: dict[int, list[rx.Hook]] | None = None,
     **more: Any,
 ) -> list[Island]:
     """Return the islands of a run, once it is over."""
@@ -90,7 +90,7 @@ def stopped(
     rounds: dict[str, Any],
     folder: Path,
     step: int,
-    hooks: dict[int, list[rx.hooks.Hook]] | None = None,
+    hooks: dict[int, list[rx.Hook]] | None = None,
 ) -> list[Island]:
     """Return islands that all got a signal before a step, and have saved."""
     found = []
@@ -127,7 +127,7 @@ def test_islands_that_all_stop_resume_with_the_same_bits(
     assert "optimizer state" not in capsys.readouterr().err
 
 
-class Deaf(rx.hooks.Hook):
+class Deaf(rx.Hook):
     """Lets an island not hear that the others have saved the end of the run, as they are gone."""
 
     def saving(self, run: Any) -> None:
@@ -174,7 +174,7 @@ def test_an_island_that_comes_back_takes_the_outer_state(tmp_path: Path) -> None
     assert_alike(with_one_that_comes_back(2, 12, **settings))
 
 
-class Flip(rx.hooks.Hook):
+class Flip(rx.Hook):
     """Flips a bit of a leaf after a step; `Audit` comes after it."""
 
     def __init__(self, leaf: str, step: int) -> None:

@@ -32,7 +32,7 @@ def dp() -> rx.DataParallel:
     return rx.DataParallel(loss, optax.adam(0.05), ema=0.9)
 
 
-def run(dp: rx.DataParallel, *hooks: rx.hooks.Hook, **settings: Any) -> rx.Run:
+def run(dp: rx.DataParallel, *hooks: rx.Hook, **settings: Any) -> rx.Run:
     settings = {"steps": STEPS, "progress": False, "log_every": 2, "saving": EVERY, **settings}
     state = dp.init({"w": jnp.float32(0), "b": jnp.float32(0)})
     return rx.Run(dp, state, SOURCE, batch_size=BATCH, hooks=hooks, **settings)
@@ -47,7 +47,7 @@ def whole(running: rx.Run, leave_at: int | None = None) -> rx.types.Fit:
     return running.result
 
 
-class Asks(rx.hooks.Hook):
+class Asks(rx.Hook):
     """Calls a method of the run after some of its steps."""
 
     def __init__(self, what: Callable[[Any], None], *at: int) -> None:
@@ -58,7 +58,7 @@ class Asks(rx.hooks.Hook):
             self._what(run)
 
 
-class Counts(rx.hooks.Hook):
+class Counts(rx.Hook):
     """Has a state: the number of finished steps, and the sum of their losses."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Counts(rx.hooks.Hook):
         self.steps, self.total = state
 
 
-class Ended(rx.hooks.Hook):
+class Ended(rx.Hook):
     """Remembers how its runs ended."""
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ def test_a_hook_that_raises_is_left_out_and_changes_nothing(
     assert called == []
 
 
-class Fails(rx.hooks.Hook):
+class Fails(rx.Hook):
     """Fails at one point; the hook has no run."""
 
     def __init__(self, at: str, state: Any = 1) -> None:

@@ -129,7 +129,7 @@ def test_a_job_of_two_processes_goes_on(tmp_path: Path) -> None:
 def test_who_was_taken_over_leaves_the_records_of_the_other(
     dp: rx.DataParallel, objects: Objects
 ) -> None:
-    class Other(rx.hooks.Hook):
+    class Other(rx.Hook):
         """A start on another host that takes this one for dead."""
 
         def step(self, run: Any, step: Any) -> None:
@@ -176,7 +176,7 @@ def test_records_that_could_not_be_written_come_later(
     ids=lambda hook: hook.name,
 )
 def test_what_needs_a_file_system_refuses_a_url(
-    dp: rx.DataParallel, objects: Objects, hook: rx.hooks.Hook
+    dp: rx.DataParallel, objects: Objects, hook: rx.Hook
 ) -> None:
     with pytest.raises(ConfigError, match=r"object store; .*local path") as error:
         fit(dp, URL, hooks=[hook])

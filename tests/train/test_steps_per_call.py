@@ -140,7 +140,7 @@ def test_calls_end_where_the_run_looks_at_the_state(tmp_path: Path) -> None:
     assert audit.clean == 5  # with that of the start
 
 
-class Looks(rx.hooks.Hook):
+class Looks(rx.Hook):
     """A hook of a user's, which looks at every state."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def dp() -> rx.DataParallel:
     return data_parallel(1)
 
 
-class Stuck(rx.hooks.Hook):
+class Stuck(rx.Hook):
     """A source whose batch after `most` never comes; the run that waits for it gets a signal."""
 
     def __init__(self, number: int, most: int) -> None:

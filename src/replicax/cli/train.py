@@ -203,9 +203,9 @@ class TrainOptions:
         """The options by name, as `config.json` has them."""
         return {name: value for group in vars(self).values() for name, value in vars(group).items()}
 
-    def hooks(self) -> list[rx.hooks.Hook]:
+    def hooks(self) -> list[rx.Hook]:
         """Return the hooks that the flags request."""
-        record, hooks = self.record, list[rx.hooks.Hook]()
+        record, hooks = self.record, list[rx.Hook]()
         if record.gradient_norm:
             hooks.append(rx.hooks.GradientNorm())
         if record.profile is not None:
@@ -254,7 +254,7 @@ def train(arguments: list[str]) -> int:
 
 
 def _run(
-    parsed: Arguments[TrainOptions], hooks: list[rx.hooks.Hook], *, run_dir: Path, **settings: Any
+    parsed: Arguments[TrainOptions], hooks: list[rx.Hook], *, run_dir: Path, **settings: Any
 ) -> Fit:
     options, recipe = parsed.options, parsed.recipe
     start, compute = options.start, options.compute
@@ -350,10 +350,10 @@ def in_micro_batches(
     return dp.replace(accumulate=job.broadcast("micro-batches", fewest))
 
 
-def _figures(recipe: Any, state: TrainState) -> list[rx.hooks.Hook]:
+def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
     """Return the hooks of every run, which add figures to its metrics."""
     tokens = getattr(recipe, "tokens_per_row", None)
-    hooks: list[rx.hooks.Hook] = [rx.hooks.Throughput(tokens), rx.hooks.DeviceMemory()]
+    hooks: list[rx.Hook] = [rx.hooks.Throughput(tokens), rx.hooks.DeviceMemory()]
     # A schedule belongs to the optimizer defined in the same class.
     owner = next(each for each in type(recipe).__mro__ if "optimizer" in vars(each))
     if "schedule" in vars(owner):

@@ -34,7 +34,7 @@ class Timeouts:
     """Timeouts after which a process counts as stuck, with the variables that set them.
 
     Examples:
-        >>> job = rx.initialize(patience=rx.Timeouts(stall_seconds=300))
+        >>> job = rx.initialize(patience=rx.types.Timeouts(stall_seconds=300))
     """
 
     stall_multiple: Positive = 10.0

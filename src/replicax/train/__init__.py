@@ -10,6 +10,6 @@
 
 Each imports those before it. Read `run/loop.py` first, then `open_run.py`. It may import `core`,
 `cluster`, `islands` and `analysis`, and no command. Tests: `tests/train/`, and kills in
-`tests/chaos/`. Public: `rx.fit`, `rx.Run`, `rx.hooks.Hook`, the hooks and loggers (`docs/run.md`,
+`tests/chaos/`. Public: `rx.fit`, `rx.Run`, `rx.Hook`, the hooks and loggers (`docs/run.md`,
 `docs/hooks.md`).
 """

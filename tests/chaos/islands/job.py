@@ -22,7 +22,7 @@ import replicax as rx
 from replicax.islands import group, handshake
 
 
-class Noting(rx.hooks.Hook):
+class Noting(rx.Hook):
     """Notes each step once it is done, and makes each take longer."""
 
     def __init__(self, notes: jobs.Notes) -> None:

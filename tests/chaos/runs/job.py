@@ -38,7 +38,7 @@ from replicax.errors import Terminated
 from replicax.train.files.fingerprint import sha256
 
 
-class Fitting(rx.hooks.Hook):
+class Fitting(rx.Hook):
     """Notes that `fit` handles signals from now on."""
 
     def __init__(self, notes: Notes) -> None:

@@ -154,7 +154,7 @@ def test_islands_refuse_them() -> None:
         dp.step(dp.init(MODEL), rows())
 
 
-class Seen(rx.hooks.Hook):
+class Seen(rx.Hook):
     """Keep the rows of each step's results."""
 
     def __init__(self) -> None:

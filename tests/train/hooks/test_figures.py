@@ -28,7 +28,7 @@ def rows(bad_from: int | None = None) -> dict[str, np.ndarray]:
     return {"x": x, "y": 2 * x}
 
 
-def fit(optimizer: Any, hook: rx.hooks.Hook, source: Any = None, **settings: Any) -> list[Record]:
+def fit(optimizer: Any, hook: rx.Hook, source: Any = None, **settings: Any) -> list[Record]:
     """Return the train records of 8 steps: the first and every second have one."""
     dp = rx.DataParallel(loss, optimizer, **settings)
     result = rx.fit(

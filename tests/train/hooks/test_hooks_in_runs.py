@@ -18,7 +18,7 @@ SOURCE = {"x": X, "y": 2 * X}
 EPOCH = 4
 
 
-class Crash(rx.hooks.Hook):
+class Crash(rx.Hook):
     """Ends a run with an error, after a step."""
 
     def __init__(self, at: int) -> None:
@@ -29,7 +29,7 @@ class Crash(rx.hooks.Hook):
             raise ConfigError("as a kill would")
 
 
-class Scores(rx.hooks.Hook):
+class Scores(rx.Hook):
     """Replaces the results of evaluations by the values of `score`, in order."""
 
     def __init__(self, *values: float) -> None:
@@ -51,7 +51,7 @@ def dp() -> rx.DataParallel:
     return rx.DataParallel(loss, optax.sgd(0.01))
 
 
-def fit(dp: rx.DataParallel, *hooks: rx.hooks.Hook, **settings: Any) -> rx.types.Fit:
+def fit(dp: rx.DataParallel, *hooks: rx.Hook, **settings: Any) -> rx.types.Fit:
     settings = {"epochs": 6, "eval_source": SOURCE, "progress": False, "log_every": 1, **settings}
     state = dp.init({"w": jnp.float32(0)})
     return rx.fit(dp, state, SOURCE, batch_size=8, hooks=hooks, **settings)
@@ -64,7 +64,7 @@ def checkpoints(run: Path) -> set[int]:
 def test_a_run_that_was_stopped_stops_at_once_when_it_is_started_again(
     dp: rx.DataParallel, tmp_path: Path
 ) -> None:
-    def hooks() -> list[rx.hooks.Hook]:
+    def hooks() -> list[rx.Hook]:
         return [Scores(3.0, 2.0, 2.0), rx.hooks.EarlyStopping("score", 1, mode="max")]
 
     assert fit(dp, *hooks(), run_dir=tmp_path).step == 2 * EPOCH
@@ -80,7 +80,7 @@ def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Pat
     """The run equals one without a crash: its stop, its best checkpoint, and its table."""
     scores = Scores(2.0, 3.0, 1.0, 1.0, 1.0, 9.0)
 
-    def hooks() -> list[rx.hooks.Hook]:
+    def hooks() -> list[rx.Hook]:
         best = rx.hooks.KeepBest("score", mode="max")
         return [scores, rx.hooks.EarlyStopping("score", 3, mode="max"), best, rx.hooks.CSV()]
 
@@ -119,7 +119,7 @@ def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Pat
     ],
 )
 def test_what_a_hook_cannot_do_is_refused_before_the_run_has_a_folder(
-    hook: rx.hooks.Hook, settings: dict[str, Any], word: str, dp: rx.DataParallel, tmp_path: Path
+    hook: rx.Hook, settings: dict[str, Any], word: str, dp: rx.DataParallel, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=word):
         fit(dp, hook, **{"run_dir": tmp_path / "run", **settings})
@@ -132,7 +132,7 @@ def test_a_loader_is_not_read_to_know_its_metrics(dp: rx.DataParallel, tmp_path:
     assert fit(dp, rx.hooks.KeepBest("score", mode="max"), **settings).step == EPOCH
 
 
-class Speed(rx.hooks.Hook):
+class Speed(rx.Hook):
     """Adds a figure, of whatever type."""
 
     def __init__(self, value: Any) -> None:

@@ -44,7 +44,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
     return (model["w"] * batch["x"] - 2 * batch["x"]) ** 2
 
 
-def weights(*hooks: rx.hooks.Hook) -> bytes:
+def weights(*hooks: rx.Hook) -> bytes:
     """Return the bits after all steps; prints its messages."""
     mesh = rx.make_mesh(devices=jax.devices()[:1])  # another process has only one
     dp = rx.DataParallel(loss, optax.sgd(0.01), mesh=mesh)

@@ -102,7 +102,7 @@ class Hook:
     reported and disabled, and the run continues.
 
     Examples:
-        >>> class Print(rx.hooks.Hook):
+        >>> class Print(rx.Hook):
         ...     def record(self, run, record):
         ...         print(record.kind, record.step, record.metrics)
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, hooks=[Print()])

@@ -65,7 +65,7 @@ class Run(Running):
             the run chooses, and says so; 1 if a hook looks at each step.
         log_every: steps between two train records; by default 50, fewer in runs of under 1,000.
         hooks: observers of the run, in addition to `records.jsonl`, `curves.png` and the progress
-            display; see `rx.hooks.Hook`.
+            display; see `rx.Hook`.
         guard: when to skip a step, and how many skipped steps stop the run.
         run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, and the checkpoints, or
             its URL in an object store, as in `gs://bucket/runs/x`; None to write none of these.
