@@ -157,7 +157,7 @@ def test_a_name_is_printed_without_what_a_terminal_obeys(
 
 
 def test_where_nothing_is(main: Main, folder: Path) -> None:
-    for place in ("runs", folder):  # a machine's first run creates the folder
-        code, out, _ = main("runs", *[place][place == "runs" :])
+    for arguments, place in (((), "runs"), ((folder,), folder)):  # the first run creates runs/
+        code, out, _ = main("runs", *arguments)
         assert (code, out) == (0, f"0 runs in {place}, and 0 other folders\n")
     assert re.search(r"nowhere is .*folder", refusal(main, "runs", "nowhere"))
