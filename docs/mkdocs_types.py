@@ -1,4 +1,4 @@
-"""Griffe extension for the API reference: `rx.Hook` is the class, not the alias of type checkers."""
+"""Griffe extension for the reference: `rx.Hook` is the class, not an alias for type checkers."""
 
 import griffe
 

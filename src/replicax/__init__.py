@@ -110,13 +110,15 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name in _MODULES:
-        return importlib.import_module(f"replicax.{name}")
-    if (module := _MODULE_OF.get(name)) is None:
-        raise AttributeError(f"module 'replicax' has no attribute {name!r}{_elsewhere(name)}")
-    globals()[name] = value = getattr(importlib.import_module(f"replicax.{module}"), name)
-    return value
+if not typing.TYPE_CHECKING:  # or type checkers take every misspelt name
+
+    def __getattr__(name: str) -> typing.Any:
+        if name in _MODULES:
+            return importlib.import_module(f"replicax.{name}")
+        if (module := _MODULE_OF.get(name)) is None:
+            raise AttributeError(f"module 'replicax' has no attribute {name!r}{_elsewhere(name)}")
+        globals()[name] = value = getattr(importlib.import_module(f"replicax.{module}"), name)
+        return value
 
 
 def _elsewhere(name: str) -> str:
