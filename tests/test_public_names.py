@@ -2,12 +2,18 @@
 
 import inspect
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.public_names import MODULES, PUBLIC
 
 import replicax
+from replicax.bench.layouts import AXES, AxisName
+from replicax.core.ground.codecs import CODECS, CodecName, ReductionName
+from replicax.core.modes.mode_table import MODES, ModeName
+from replicax.core.placement.layout import LAYOUTS, LayoutName
+from replicax.core.placement.pipeline_schedules import SCHEDULES, ScheduleName
+from replicax.core.step.reduction import REDUCTIONS
 
 
 def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
@@ -17,6 +23,22 @@ def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
     modules = {name for name in replicax.__all__ if isinstance(taken[name], ModuleType)}
     assert modules == MODULES
     assert len(replicax.__all__) <= 45
+
+
+@pytest.mark.parametrize(
+    ("literal", "table"),
+    [
+        (AxisName, AXES),
+        (CodecName, CODECS),
+        (LayoutName, LAYOUTS),
+        (ModeName, MODES),
+        (ReductionName, REDUCTIONS),
+        (ScheduleName, SCHEDULES),
+    ],
+    ids=lambda value: "",
+)
+def test_type_checkers_know_the_names_of_each_table(literal: Any, table: Any) -> None:
+    assert get_args(literal) == (*table,)
 
 
 def test_a_name_that_is_elsewhere_is_told() -> None:

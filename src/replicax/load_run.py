@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -22,7 +22,7 @@ def load(
     *,
     dp: DataParallel | None = None,
     state: TrainState | None = None,
-    step: int | str | None = None,
+    step: int | Literal["best"] | None = None,
     recipe: str | None = None,
 ) -> Loaded:
     """Load a run's newest checkpoint, verified byte by byte, onto the devices of `dp`.
@@ -82,7 +82,7 @@ def load_model(
     model: Any = None,
     *,
     ema: bool = False,
-    step: int | str | None = None,
+    step: int | Literal["best"] | None = None,
     recipe: str | None = None,
 ) -> Any:
     """Return a run's trained model in inference mode, without its optimizer, loss and data.

@@ -21,13 +21,15 @@ from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_shapes
 from replicax.core.first_step.memory_check import check_state_fits
+from replicax.core.ground.codecs import ReductionName
 from replicax.core.ground.job import Job
+from replicax.core.ground.precision import PrecisionName
 from replicax.core.ground.train_state import TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
-from replicax.core.modes.mode_table import Mode, as_mode
+from replicax.core.modes.mode_table import Mode, ModeName, as_mode
 from replicax.core.placement.dispatch_context import serialized
-from replicax.core.placement.layout import Layout, copied
+from replicax.core.placement.layout import Layout, LayoutName, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.program import Program, parts_of, program_of
@@ -103,12 +105,12 @@ class DataParallel:
         *,
         step: StepFunction | None = None,
         mesh: Mesh | None = None,
-        mode: str | Mode = "jit",
-        layout: str | Rules | Layout = "replicated",
+        mode: ModeName | Mode = "jit",
+        layout: LayoutName | Rules | Layout = "replicated",
         accumulate: Count = 1,
         micro_shards: int = MICRO_SHARDS,
-        precision: str = "float32",
-        reduction: str | Reduction = "float32",
+        precision: PrecisionName = "float32",
+        reduction: ReductionName | Reduction = "float32",
         trainable: Trainable = None,
         ema: float | None = None,
         donate: bool = True,

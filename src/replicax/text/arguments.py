@@ -211,9 +211,8 @@ def _fitted(hint: Any, value: Any) -> Any:
     if kind in (Union, types.UnionType):
         return _one_of(inner, value)
     if kind is Literal:
-        if value not in inner:
-            raise _UnfitError(f"it must be one of {', '.join(map(repr, inner))}: choose one")
-        return value
+        # Which name is the nearest, the function says: an unknown one is its to refuse.
+        return _is(isinstance(value, str), value, "a str")
     if kind in _CONTAINERS:
         return _contained(kind, inner, value)
     if hint in _SCALARS:
