@@ -16,7 +16,17 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from replicax.errors import ConfigError, nearest_name
 from replicax.text.other_names import ARGUMENTS, VALUES, loggers, names_of_row
@@ -219,6 +229,8 @@ def _fitted(hint: Any, value: Any) -> Any:
         return _SCALARS[hint](value)
     if hint is Callable or kind is collections.abc.Callable:
         return _is(callable(value), value, "callable")
+    if isinstance(kind, type) and issubclass(kind, Generic):
+        hint = kind
     is_class = isinstance(hint, type) and hint is not Any
     if is_class and not getattr(hint, "_is_protocol", False):
         return _is(isinstance(value, hint), value, f"a {hint.__name__}", _made(hint))
