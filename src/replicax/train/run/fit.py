@@ -12,7 +12,15 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.first_step.argument_checks import check_is_state
 from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.errors import ConfigError, StateError
-from replicax.text.arguments import Count, Int32Count, Natural, Seed, bind, typed_but
+from replicax.text.arguments import (
+    Count,
+    Int32Count,
+    Natural,
+    Seed,
+    bind,
+    typed_but,
+    with_signature,
+)
 from replicax.train.dispatched import RunPosition
 from replicax.train.files.places import place
 from replicax.train.files.records import Record
@@ -287,7 +295,7 @@ def _to_its_end(
         parameter.replace(default=chosen.get(parameter.name, parameter.default))
         for parameter in signature.parameters.values()
     ]
-    signature = signature.replace(parameters=parameters, return_annotation=Fit)
+    signature = signature.replace(parameters=parameters, return_annotation=Fit[ModelT])
 
     def fit(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> Fit[ModelT]:
         """Train for a number of epochs or steps: an `rx.Run` from start to end.
@@ -305,9 +313,8 @@ def _to_its_end(
                 running.step(batch)
         return running.result
 
-    fit.__signature__ = signature  # type: ignore[attr-defined]
     fit.__qualname__ = "fit"
-    return fit
+    return with_signature(fit, signature)  # type: ignore[no-any-return]
 
 
 fit = _to_its_end(Run)
