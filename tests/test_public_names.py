@@ -41,6 +41,31 @@ def test_type_checkers_know_the_names_of_each_table(literal: Any, table: Any) ->
     assert get_args(literal) == (*table,)
 
 
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("fit", "batch_size: int | None = None"),
+        ("Run", "hooks: Sequence[Hook] = ()"),
+        ("DataParallel", "tuning: str | Path | None = None, job: Job | None = None"),
+        ("layout", "schedule: Literal['1f1b', 'gpipe'] = '1f1b') -> Layout"),
+        ("initialize", "patience: Timeouts | None = None"),
+        ("verify", "show: Callable[[str], None] | None = None"),
+    ],
+)
+def test_help_shows_signatures_as_they_are_written(call: str, shown: str) -> None:
+    assert shown in str(inspect.signature(PUBLIC[call]))
+
+
+def test_no_signature_has_ranges() -> None:
+    texts = {name: str(inspect.signature(each)) for name, each in PUBLIC.items() if is_ours(each)}
+    assert [name for name, text in texts.items() if "Annotated" in text] == []
+
+
+def is_ours(value: Any) -> bool:
+    """Whether Python knows its arguments, as it does not know those of an exception."""
+    return callable(value) and not (inspect.isclass(value) and issubclass(value, BaseException))
+
+
 def test_a_name_that_is_elsewhere_is_told() -> None:
     with pytest.raises(AttributeError, match=r"rx\.hooks\.CSV"):
         _ = replicax.CSV

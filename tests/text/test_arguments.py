@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
+from replicax.core.ground.train_state import ModelT
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.text.arguments import Count, NotNegative, Positive, Range, Seed, fitted, typed
 
@@ -93,6 +94,7 @@ def test_what_fits_is_pythons_own(hint: Any, value: Any, expected: Any) -> None:
         (dict[str, Any], [1], ["x=[1];", "dict"]),
         (Literal["a", "b"] | Path, 5, ["x=5;", "str", "Path"]),
         (Path, "b" * 200, ["a str"]),
+        (rx.TrainState[ModelT] | None, {}, ["x={};", "a TrainState", "dp.init(model)"]),
         (Annotated[int, Range(0, 9)] | None, 10, ["most 9"]),
     ],
 )

@@ -24,7 +24,7 @@ from replicax.core.first_step.memory_check import check_state_fits
 from replicax.core.ground.codecs import ReductionName
 from replicax.core.ground.job import Job
 from replicax.core.ground.precision import PrecisionName
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
 from replicax.core.modes.mode_table import Mode, ModeName, as_mode
@@ -126,7 +126,7 @@ class DataParallel:
 
     @serialized
     @typed
-    def init(self, model: Any, *, seed: Seed = 0) -> TrainState:
+    def init(self, model: ModelT, *, seed: Seed = 0) -> TrainState[ModelT]:
         """Return the initial train state, each array placed by the layout.
 
         Args:
@@ -150,7 +150,7 @@ class DataParallel:
         return program.init(params, extras, seed)
 
     @serialized
-    def abstract_state(self, model: Any = None) -> TrainState:
+    def abstract_state(self, model: ModelT | None = None) -> TrainState[ModelT]:
         """Return the shapes and shardings of `init(model)`; without it, those of the model known.
 
         Raises:
@@ -198,7 +198,9 @@ class DataParallel:
         return feed if stack is None else feed.at(epoch, first, stack)
 
     @serialized
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(
+        self, state: TrainState[ModelT], batch: Any
+    ) -> tuple[TrainState[ModelT], dict[str, Any]]:
         """Run one training step; return without waiting unless devices are several steps behind.
 
         Inside `jax.jit`, `jax.lax.scan` or `jax.vmap` it is a pure function of whole arrays, and a
@@ -233,7 +235,9 @@ class DataParallel:
         return state, means | {name: as_result(rows[name], batch.mask) for name in rows}
 
     @serialized
-    def steps(self, state: TrainState, batches: Any) -> tuple[TrainState, dict[str, Any]]:
+    def steps(
+        self, state: TrainState[ModelT], batches: Any
+    ) -> tuple[TrainState[ModelT], dict[str, Any]]:
         """Run a training step on each of several batches, as one dispatched program.
 
         In modes whose step takes several programs, and with `rounds`, steps are dispatched one
@@ -264,7 +268,7 @@ class DataParallel:
         return state, means | {name: as_result(rows[name], mask) for name in rows}
 
     @serialized
-    def place(self, state: TrainState) -> TrainState:
+    def place(self, state: TrainState[ModelT]) -> TrainState[ModelT]:
         """Return a state that another `DataParallel` may have made, placed by this one's layout.
 
         Other methods do so, too. Arrays that lie where they belong are not copied. `StateError` if
@@ -274,7 +278,7 @@ class DataParallel:
         return self._checks.taken(state)
 
     @serialized
-    def end_round(self, state: TrainState) -> TrainState:
+    def end_round(self, state: TrainState[ModelT]) -> TrainState[ModelT]:
         """Return the state after a last, shorter round of `rounds`; without them, `state`."""
         check_is_state(state)
         return self.configuration.between.end_round(self._of(state).step, state)
@@ -358,7 +362,7 @@ class DataParallel:
         self._checks.check_feed(feed)
 
     @serialized
-    def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
+    def model(self, state: TrainState[ModelT], *, copy: bool = True, ema: bool = False) -> ModelT:
         """Return the user's model with the arrays of `state`, in inference mode.
 
         NNX as by `model.eval()`, Equinox as by `eqx.nn.inference_mode`; in Linen a call's arguments
@@ -376,7 +380,8 @@ class DataParallel:
         arrays = real_rows((state.params, state.extras))
         definition = program.definition
         model = definition.merge(*(copied(arrays) if copy and self.donate else arrays))
-        return definition.in_inference(model)
+        trained: ModelT = definition.in_inference(model)
+        return trained
 
     def __repr__(self) -> str:
         usual = {"accumulate": 1, "precision": "float32", "reduction": "float32"}

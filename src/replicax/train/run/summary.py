@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ import optax
 from replicax.cluster.alike import compared_settings
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.core.placement.mesh import FSDP, MODEL, STAGE, platform_of, replica_count
 from replicax.core.placement.pipeline_schedules import bubble
 from replicax.known_wrong.findings import lines_once
@@ -37,7 +37,7 @@ LENGTH = ("epochs", "steps")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(Generic[ModelT]):
     """How a run ended.
 
     Examples:
@@ -47,7 +47,7 @@ class Fit:
         >>> trained = dp.model(result.state)
     """
 
-    state: TrainState
+    state: TrainState[ModelT]
     records: list[Record]
     steps: int
     """Updates done in this call, including skipped ones."""
