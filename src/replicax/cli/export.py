@@ -112,10 +112,10 @@ def _program(options: ExportOptions, file: Path) -> tuple[str, str]:
             f"inputs of its model: add it, or {yours}"
         )
     function, row = loaded.recipe.prediction()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves((loaded.state.params, loaded.state.extras)))
-    if size >= LARGEST_FILE:
+    weights = jax.tree.leaves((loaded.state.params, loaded.state.extras))
+    if (taken := sum(leaf.nbytes for leaf in weights)) >= LARGEST_FILE:
         raise ConfigError(
-            f"{size_text(size)} of weights, and a {STABLEHLO} file holds less than "
+            f"{size_text(taken)} of weights, and a {STABLEHLO} file holds less than "
             f"{size_text(LARGEST_FILE)}: write a .safetensors file"
         )
     model = loaded.dp.model(loaded.state, copy=False)

@@ -491,9 +491,11 @@ class DataParallel:
         Paths are cut, and numbers in them are `*`, until there are at most 20 parts.
 
         Examples:
-            >>> print(dp.summary(dp.init({"w": jnp.zeros(3), "b": jnp.zeros(())})))
-                   numbers  per device
-            model  b            1  4 B  trained  float32[]
+            >>> print(dp.summary({"w": jnp.zeros(3)}))
+            model     numbers  per device
+                   w        3        12 B  trained  float32[3]
+            total  3 parameters · all trained
+            memory 20 B on each device: step 4 B, parameters 12 B, seed 4 B
 
         Args:
             state: a `TrainState`, or a model as for `init`; arrays or their shapes. Placed as by
