@@ -55,11 +55,9 @@ def runs(arguments: list[str]) -> int:
 
 def _listed(folder: Path, say: Callable[..., None]) -> dict[str, Any]:
     """Print the runs in a folder; return them as JSON values."""
-    if not folder.is_dir():
-        if folder == RUNS:
-            raise ConfigError("no folder runs here; replicax train creates it: train a recipe")
+    if not folder.is_dir() and folder != RUNS:  # which the first run creates
         raise ConfigError(f"{folder} is not a folder; give a folder of runs")
-    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    inside = sorted(path for path in folder.glob("*") if path.is_dir())
     folders = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
     rows, faults = list[_Row](), []
     for path in folders:

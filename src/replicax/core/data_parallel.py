@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # imported on first use: they need twice as many modules as t
     from replicax.core.call_checks import CallChecks
     from replicax.core.evaluation import ProgramEvaluation
     from replicax.core.several_steps import SeveralSteps
+    from replicax.core.state_summary import StateSummary
 
 
 class DataParallel:
@@ -482,6 +483,25 @@ class DataParallel:
             return program.step.compiled(program.shapes, program.batches.described(batch))
 
         return recorded_kernels(compiled, Path(folder))
+
+    @serialized
+    def summary(self, state: Any) -> "StateSummary":
+        """Return the arrays of a state as a table to print: parts, what trains, memory.
+
+        Paths are cut, and numbers in them are `*`, until there are at most 20 parts.
+
+        Examples:
+            >>> print(dp.summary(dp.init({"w": jnp.zeros(3), "b": jnp.zeros(())})))
+                   numbers  per device
+            model  b            1  4 B  trained  float32[]
+
+        Args:
+            state: a `TrainState`, or a model as for `init`; arrays or their shapes. Placed as by
+                this object's layout.
+        """
+        from replicax.core.state_summary import summary_of
+
+        return summary_of(self.program(state))
 
     @property
     def knows_model(self) -> bool:

@@ -1,7 +1,8 @@
 """Placement of each array of a train state: predefined layouts and user rules."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -198,6 +199,13 @@ def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         return jax.device_put(leaf, sharding)
     return leaf
+
+
+def bytes_per_device(leaves: Iterable[Any]) -> int:
+    """Return the bytes that each device has of arrays, or of shapes, with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 @jax.jit

@@ -134,7 +134,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     micro, word = dp.split.micro_batches, "micro-shard" if dp.mode.bitwise else "micro-batch"
     lines = [
         f"model  {counted(parameters, 'parameter')} in {counted(len(arrays), 'array')} · "
-        f"{dp.precision.name}",
+        f"{'' if dp.precision.name == 'float32' else 'computed in '}{dp.precision.name}",
         f"mesh   {counted(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
         f"{processes} · {counted(replicas, 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
