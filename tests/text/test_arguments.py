@@ -92,7 +92,7 @@ def test_what_fits_is_pythons_own(hint: Any, value: Any, expected: Any) -> None:
         (Sequence[int], "ab", ["x='ab';"]),
         (Sequence[int], [1, 2.5], ["x=[1, 2.5];"]),
         (dict[str, Any], [1], ["x=[1];", "dict"]),
-        (Literal["a", "b"] | Path, 5, ["x=5;", "str", "Path"]),
+        (Literal["a", "b"] | Path, 5, ["x=5;", "str", "path"]),
         (Path, "b" * 200, ["a str"]),
         (rx.TrainState[ModelT] | None, {}, ["x={};", "a TrainState", "dp.init(model)"]),
         (Annotated[int, Range(0, 9)] | None, 10, ["most 9"]),

@@ -95,7 +95,7 @@ VALUES = {
 
 
 _OUR_LOGGERS = {
-    name.lower(): f"rx.{name}()"
+    name.lower(): f"rx.hooks.{name}()"
     for name in ("TensorBoard", "WandB", "MLflow", "Comet", "Trackio", "CSV")
 }
 
