@@ -1,6 +1,7 @@
-"""The container image: it is built where there is a builder; everywhere its parts exist."""
+"""The container image, built where there is a builder, and `make train`: their parts exist."""
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -68,6 +69,22 @@ def test_the_lock_is_read_whole(tmp_path: Path) -> None:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     constraints = (tmp_path / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert constraints == [line[:-2] for line in lock.splitlines() if re.match(r"\w.*==", line)]
+    assert script.split("'")[1] in made("train")
+
+
+def made(target: str) -> str:
+    """Return the commands of a target of the Makefile, none of which is run."""
+    command = ["make", "--dry-run", "--always-make", target]
+    alone = {"PATH": os.environ["PATH"]}  # without the variables of a make that runs the tests
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_training_from_a_clone_leaves_the_environment_of_the_tests_alone() -> None:
+    commands = made("train")
+    assert "--editable '.[all]'" in commands
+    assert ".venv-train/bin/replicax" in commands
+    assert ".venv/" not in commands
 
 
 @pytest.mark.exhaustive
