@@ -33,7 +33,11 @@ def in_context(path: str) -> bool:
 def test_the_builder_gets_what_is_copied_and_the_package_is_built_from() -> None:
     copied = {word for each in of("COPY") for word in each.split()[:-1]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    built_from = {project["readme"], *(name.partition("/")[0] for name in project["license-files"])}
+    built_from = {
+        "README.md",
+        "hatch_build.py",
+        *(name.partition("/")[0] for name in project["license-files"]),
+    }
     assert built_from <= copied
     for each in copied:
         assert (ROOT / each).exists(), each
