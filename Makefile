@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 ARGS ?=
 
 .PHONY: help train data peers engines compilers test test-fast test-changed test-all \
-	test-everything test-reach oldest tier unpinned chaos chaos-islands check bench gpu docs tutorials lock clean
+	test-everything test-reach oldest tier unpinned lowest chaos chaos-islands check bench gpu docs tutorials lock clean
 
 help:
 	@echo 'make train      set up, get the data, train LeNet on two devices (ARGS="--epochs 1")'
@@ -36,6 +36,7 @@ help:
 	@echo 'make test-all   more combinations, real launchers and compilers; installs them'
 	@echo 'make oldest     tests of what depends on JAX internals, on the oldest Python here'
 	@echo 'make unpinned   these and `make test`, on the newest released jax'
+	@echo 'make lowest     a smoke run on the lowest versions that pyproject.toml names'
 	@echo 'make test-everything  all combinations, and the searches: hours'
 	@echo 'make test-reach record which lines each test reaches, and what it costs'
 	@echo 'make check      lint, formatting, types'
@@ -207,6 +208,26 @@ unpinned:
 	.venv-unpinned/bin/python -m pip install --quiet --editable '.[dev]'
 	.venv-unpinned/bin/python -m pip install --quiet --upgrade jax jaxlib
 	$(MAKE) test tier BIN=.venv-unpinned/bin STAMP=.venv-unpinned/bin/python
+
+# The lowest versions that pyproject.toml names. Old versions of other libraries use what is deprecated.
+LOWEST := .venv-lowest/bin
+SMOKE := tests/core/models tests/weights tests/train/test_resume.py tests/recipes/test_tokenizer.py
+
+lowest:
+	$(call runnable,$(or $(PYTHON),$(OLDEST))) -m venv --clear .venv-lowest
+	$(LOWEST)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(LOWEST)/uv pip install --no-config --quiet --python .venv-lowest \
+		--resolution lowest-direct --editable '.[all]'
+	$(LOWEST)/uv pip install --no-config --quiet --python .venv-lowest \
+		hypothesis pytest pytest-xdist
+	$(LOWEST)/uv pip list --python .venv-lowest
+	rm -rf build/lowest && mkdir -p build/lowest
+	cd build/lowest && for recipe in mlp cnn gpt2; do \
+		../../$(LOWEST)/replicax train $$recipe --steps 3 --eval-rows 256 --run $$recipe || exit; done
+	cd build/lowest && ../../$(LOWEST)/replicax evaluate cnn
+	cd build/lowest && ../../$(LOWEST)/replicax export mlp mlp.safetensors
+	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" \
+		-W ignore::DeprecationWarning $(SMOKE) $(ARGS)
 
 # Takes Python 3.12 or newer. RUN names the record, for benchmarks/test_choice.py and mutations.py.
 RUN ?= test
