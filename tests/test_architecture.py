@@ -70,7 +70,7 @@ INNER = {
     "core": (
         *("ground", "jaxprs", "data", "placement", "models", "step", "custom", "pipeline"),
         *("first_step", "modes", "between", "config", "batch_placement", "program"),
-        *("call_checks", "evaluation", "several_steps", "data_parallel"),
+        *("call_checks", "evaluation", "several_steps", "state_summary", "data_parallel"),
     ),
     "train": ("files", "checkpoints", "folder", "guarded", "dispatched", "hooks", "run"),
 }

@@ -159,7 +159,7 @@ OF_OTHERS = {
         "save_steps=9": "saving=rx.Saving(every=9)",
         "checkpoint_every=5": "saving=rx.Saving(every=5)",
         "logger='wandb'": "hooks=[rx.hooks.WandB",
-        "loggers=[rx.hooks.CSV(), 'mlflow']": "hooks=[rx.hooks.CSV(), rx.hooks.MLflow",
+        "loggers=['csv', 'mlflow']": "hooks=[rx.hooks.CSV(), rx.hooks.MLflow",
         "val_dataloaders=[]": "eval_source=...",
         "resume_from_checkpoint='x'": "run_dir=",
         "lr=0.1": "DataParallel(loss, optimizer=optax.adam(0.1))",

@@ -2,12 +2,18 @@
 
 import inspect
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.public_names import MODULES, PUBLIC
 
 import replicax
+from replicax.bench.layouts import AXES, AxisName
+from replicax.core.ground.codecs import CODECS, CodecName, ReductionName
+from replicax.core.modes.mode_table import MODES, ModeName
+from replicax.core.placement.layout import LAYOUTS, LayoutName
+from replicax.core.placement.pipeline_schedules import SCHEDULES, ScheduleName
+from replicax.core.step.reduction import REDUCTIONS
 
 
 def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
@@ -17,6 +23,47 @@ def test_dir_and_a_star_import_list_the_public_names_alone() -> None:
     modules = {name for name in replicax.__all__ if isinstance(taken[name], ModuleType)}
     assert modules == MODULES
     assert len(replicax.__all__) <= 45
+
+
+@pytest.mark.parametrize(
+    ("literal", "table"),
+    [
+        (AxisName, AXES),
+        (CodecName, CODECS),
+        (LayoutName, LAYOUTS),
+        (ModeName, MODES),
+        (ReductionName, REDUCTIONS),
+        (ScheduleName, SCHEDULES),
+    ],
+    ids=lambda value: "",
+)
+def test_type_checkers_know_the_names_of_each_table(literal: Any, table: Any) -> None:
+    assert get_args(literal) == (*table,)
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("fit", "batch_size: int | None = None"),
+        ("Run", "hooks: Sequence[Hook] = ()"),
+        ("DataParallel", "tuning: str | Path | None = None, job: Job | None = None"),
+        ("layout", "schedule: Literal['1f1b', 'gpipe'] = '1f1b') -> Layout"),
+        ("initialize", "patience: Timeouts | None = None"),
+        ("verify", "show: Callable[[str], None] | None = None"),
+    ],
+)
+def test_help_shows_signatures_as_they_are_written(call: str, shown: str) -> None:
+    assert shown in str(inspect.signature(PUBLIC[call]))
+
+
+def test_no_signature_has_ranges() -> None:
+    texts = {name: str(inspect.signature(each)) for name, each in PUBLIC.items() if is_ours(each)}
+    assert [name for name, text in texts.items() if "Annotated" in text] == []
+
+
+def is_ours(value: Any) -> bool:
+    """Whether Python knows its arguments, as it does not know those of an exception."""
+    return callable(value) and not (inspect.isclass(value) and issubclass(value, BaseException))
 
 
 def test_a_name_that_is_elsewhere_is_told() -> None:

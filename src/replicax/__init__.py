@@ -46,7 +46,7 @@ if typing.TYPE_CHECKING:
     from replicax.plan.planner import plan as plan
     from replicax.train.folder.saving import Saving as Saving
     from replicax.train.guarded import Guard as Guard
-    from replicax.train.hooks.hook import Hook as Hook
+    from replicax.train.hooks.hook import Hook as _Hook
     from replicax.train.run.evaluator import Evaluation as Evaluation
     from replicax.train.run.fit import Run as Run
     from replicax.train.run.fit import fit as fit
@@ -54,6 +54,9 @@ if typing.TYPE_CHECKING:
     from replicax.verify.step import verify_step as verify_step
     from replicax.weights.load_weights import load_weights as load_weights
     from replicax.weights.save_weights import save_weights as save_weights
+
+    Hook = _Hook[Run]
+    """A hook whose methods get an `rx.Run`, which the module of hooks cannot name."""
 
 _MODULE_OF = {
     "Batch": "core.data.batch",
@@ -107,13 +110,15 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name in _MODULES:
-        return importlib.import_module(f"replicax.{name}")
-    if (module := _MODULE_OF.get(name)) is None:
-        raise AttributeError(f"module 'replicax' has no attribute {name!r}{_elsewhere(name)}")
-    globals()[name] = value = getattr(importlib.import_module(f"replicax.{module}"), name)
-    return value
+if not typing.TYPE_CHECKING:  # or type checkers take every misspelt name
+
+    def __getattr__(name: str) -> typing.Any:
+        if name in _MODULES:
+            return importlib.import_module(f"replicax.{name}")
+        if (module := _MODULE_OF.get(name)) is None:
+            raise AttributeError(f"module 'replicax' has no attribute {name!r}{_elsewhere(name)}")
+        globals()[name] = value = getattr(importlib.import_module(f"replicax.{module}"), name)
+        return value
 
 
 def _elsewhere(name: str) -> str:

@@ -2,12 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import BUILT_IN, abstract_model, find_recipe, recipe_of
 from replicax.text.arguments import typed
@@ -21,10 +21,10 @@ def load(
     run_dir: str | Path,
     *,
     dp: DataParallel | None = None,
-    state: TrainState | None = None,
-    step: int | str | None = None,
+    state: TrainState[ModelT] | None = None,
+    step: int | Literal["best"] | None = None,
     recipe: str | None = None,
-) -> Loaded:
+) -> Loaded[ModelT]:
     """Load a run's newest checkpoint, verified byte by byte, onto the devices of `dp`.
 
     It takes no lease and changes nothing, so the run may continue at the same time. Devices,
@@ -79,12 +79,12 @@ def load(
 @typed
 def load_model(
     run_dir: str | Path,
-    model: Any = None,
+    model: ModelT | None = None,
     *,
     ema: bool = False,
-    step: int | str | None = None,
+    step: int | Literal["best"] | None = None,
     recipe: str | None = None,
-) -> Any:
+) -> ModelT:
     """Return a run's trained model in inference mode, without its optimizer, loss and data.
 
     Parameters and statistics, such as BatchNorm's, are verified byte by byte. The run may continue
@@ -124,7 +124,8 @@ def load_model(
                 "model: call rx.load_model(run_dir, model)"
             )
         model = abstract_model(_recipe(checkpoint, recipe).model, jax.random.key(0))
-    return read_model(checkpoint, model, ema=ema)
+    trained: ModelT = read_model(checkpoint, model, ema=ema)
+    return trained
 
 
 def _recipe_of(checkpoint: Checkpoint) -> Any:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -94,7 +94,7 @@ def muon(
     nesterov: bool = True,
     ns_steps: int = 5,
     ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
-    preconditioning: str = "frobenius",
+    preconditioning: Literal["frobenius", "spectral", "aol", "schatten"] = "frobenius",
     adaptive: bool = False,
     consistent_rms: float | None = None,
     mu_dtype: Any = None,

@@ -1,12 +1,12 @@
 """`rx.verify`: the checks of a step, optionally compiled for a target of `plan`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from replicax.core.data.given import batch_given, leading_rows, size_given
 from replicax.core.data_parallel import DataParallel
 from replicax.core.models.split import refuse_state
-from replicax.core.modes.mode_table import Mode
+from replicax.core.modes.mode_table import Mode, ModeName
 from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
 from replicax.text.arguments import Count, Int32Count, Seed, typed
@@ -23,7 +23,7 @@ def verify(
     source: Any,
     *,
     batch_size: Int32Count | None = None,
-    modes: Sequence[str | Mode] | str | None = None,
+    modes: Sequence[ModeName | Mode] | Literal[ModeName, "all"] | None = None,
     micro_batches: Count = checks.MICRO_BATCHES_TRIED,
     target: str | Target | None = None,
     seed: Seed = 0,

@@ -1,9 +1,13 @@
-"""`replicax export`: the parameters to the bit, under the names of other libraries."""
+"""`replicax export`: parameters to the bit, under others' names; predictions as programs."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 import optax
 import pytest
@@ -14,7 +18,10 @@ from support.tiers import EXHAUSTIVE
 from support.weight_files import HOW
 
 import replicax as rx
+from replicax.core.models.training_mode import for_inference
 from replicax.recipes import transformer
+from replicax.recipes.cnn import CNN
+from replicax.recipes.lenet import LeNet
 
 MINE = (2).to_bytes(8, "little") + b"{}"
 """A file of no tensors."""
@@ -107,6 +114,76 @@ def made():
 class Made:
     pass
 """
+
+
+def test_a_prediction_is_a_program_for_any_number_of_rows(
+    main: Main, there: dict[str, Ended], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, run = folder / "predict.stablehlo", rx.load(there["mlp"].folder)
+    assert main("export", "mlp", file)[0] == 0
+    found = jax.export.deserialize(bytearray(file.read_bytes()))
+    assert (found.platforms, found.nr_devices) == (("cpu", "cuda", "tpu"), 1)
+    rows = run.recipe.eval_source()["x"][:5]
+    np.testing.assert_allclose(found.call(rows), run.model(rows), rtol=1e-5, atol=1e-6)
+    file.write_bytes(MINE)
+    assert "--force" in refusal(main, "export", "mlp", file, "--force")
+    assert file.read_bytes() == MINE
+    file.unlink()
+    said = refusal(main, "export", "mlp", file, "--model", "it.py:model")
+    assert "docs/checkpoints.md" in said
+    monkeypatch.setattr("replicax.cli.export.LARGEST_FILE", 1000)
+    assert "1 kB" in refusal(main, "export", "mlp", file)
+
+
+def test_a_recipe_says_what_its_model_takes(main: Main, folder: Path) -> None:
+    (folder / "silent.py").write_text(SILENT)
+    train("it", "silent.py", "--epochs", "1")
+    said = refusal(main, "export", "it", "it.stablehlo", "--recipe", "silent.py")
+    assert "Silent" in said
+    assert "docs/checkpoints.md" in said
+
+
+SILENT = """
+import dataclasses
+from replicax.recipes.linear_regression import LinearRegression
+
+@dataclasses.dataclass(frozen=True)
+class Silent(LinearRegression):
+    "A line of which nobody asks anything."
+
+    prediction = property()
+"""
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("recipe", [LeNet(), CNN(dropout=0)])
+def test_images_are_predicted_as_in_the_loss(recipe: Any) -> None:
+    (function, row), model = recipe.prediction(), for_inference(recipe.model(jax.random.key(0)))
+    images = np.random.default_rng(0).integers(0, 255, (3, *row.shape)).astype(row.dtype)
+    batch = {"image": images, "label": np.argmax(function(model, images), axis=1)}
+    assert np.all(recipe.loss(model, batch, None)[1]["accuracy"])
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("rows"), *row.shape), row.dtype)
+    exported = jax.export.export(jax.jit(lambda images: function(model, images)))(rows)
+    assert exported.out_avals[0].shape[1:] == (10,)
+
+
+@EXHAUSTIVE
+def test_it_runs_where_there_is_neither_replicax_nor_flax(
+    main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    run = rx.load(there["gpt2"].folder)
+    assert main("export", "gpt2", folder / "it.stablehlo")[0] == 0
+    tokens = np.random.default_rng(0).integers(0, 257, (3, 16), np.int32)
+    np.save(folder / "tokens.npy", tokens)
+    script = (
+        "import sys, jax, jax.export, numpy as np\n"
+        "found = jax.export.deserialize(bytearray(open('it.stablehlo', 'rb').read()))\n"
+        "np.save('logits.npy', found.call(np.load('tokens.npy')))\n"
+        "assert not {'replicax', 'flax'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
+    wanted = transformer.logits(run.model, tokens, run.recipe.heads)
+    np.testing.assert_allclose(np.load(folder / "logits.npy"), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_file_is_not_overwritten_without_force(

@@ -46,7 +46,7 @@ def test_every_command_has_help(command: str, words: list[str], main: Main) -> N
 FLAGS = """
 accept-changes accumulate audit-every config delay devices dump-hlo early-stopping epochs
 eval-at-start eval-every eval-every-epochs eval-rows every fragments fsdp-size gradient-norm help
-init-from island-axis keep keep-best keep-every layout log-every log-to max-bad-steps
+init-from island-axis keep keep-best keep-every layout log-every log-format log-to max-bad-steps
 measure-noise-scale micro-shards mode model-parallel on-divergence outer-momentum outer-rate
 precision preset profile reduction run save-every save-minutes schedule seed send show-sharding
 skip-spikes stages steps steps-per-call

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
+from replicax.core.ground.train_state import ModelT
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.text.arguments import Count, NotNegative, Positive, Range, Seed, fitted, typed
 
@@ -61,7 +62,7 @@ ODD: Any = st.one_of(
         (str | Path, Path("a"), Path("a")),
         (Sequence[int], (np.int8(1), 2), [1, 2]),
         (Mapping[str, int], {"a": 1}, {"a": 1}),
-        (Literal["a", "b"], "b", "b"),
+        (Literal["a", "b"], "c", "c"),
         (Callable[[int], int], abs, abs),
         (Any, object, object),
     ],
@@ -91,8 +92,9 @@ def test_what_fits_is_pythons_own(hint: Any, value: Any, expected: Any) -> None:
         (Sequence[int], "ab", ["x='ab';"]),
         (Sequence[int], [1, 2.5], ["x=[1, 2.5];"]),
         (dict[str, Any], [1], ["x=[1];", "dict"]),
-        (Literal["a", "b"], "c", ["'c'", "'a', 'b'"]),
+        (Literal["a", "b"] | Path, 5, ["x=5;", "str", "Path"]),
         (Path, "b" * 200, ["a str"]),
+        (rx.TrainState[ModelT] | None, {}, ["x={};", "a TrainState", "dp.init(model)"]),
         (Annotated[int, Range(0, 9)] | None, 10, ["most 9"]),
     ],
 )

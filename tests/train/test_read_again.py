@@ -81,7 +81,8 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"\b1 of epoch 1\b.*accept_changes") as caught:
         again(dp, tmp_path, MIDDLE, before, after)
-    said, drawn = capsys.readouterr().err, [each.order == "kept" for each in (before, after)]
+    (out, said), drawn = capsys.readouterr(), [each.order == "kept" for each in (before, after)]
+    assert f"epoch  {END} batches" in out  # as `len()` of the loader tells
     assert said.count("generator=torch.Generator()") == sum(drawn)
     assert ("StatefulDataLoader" in str(caught.value)) == drawn[1]
 
@@ -116,13 +117,11 @@ def test_the_same_order_goes_on_to_the_same_bits(
     dp: rx.DataParallel, tmp_path: Path, at: int, order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = again(dp, tmp_path, at, Loader(order), Loader(order))
-    out = capsys.readouterr().out
-    assert f"epoch  {END} batches" in out  # as `len()` of the loader tells
     loader = Loader(order)
     whole = fit(dp, source=loader, batch_size=None)
     assert loader.epoch == (EPOCHS - 1 if order == "epoch" else 0)  # as the run told its sampler
     assert bits(found.state) == bits(whole.state)
-    assert "\nchange" not in out
+    assert "\nchange" not in capsys.readouterr().out
 
 
 class Back(rx.Hook):

@@ -201,7 +201,7 @@ def test_what_cannot_be_loaded_is_told_in_one_line(
         raise RuntimeError("403: no")
 
     monkeypatch.setattr(Objects, "ls", refused)
-    with pytest.raises(CheckpointError, match=f"{URL}/checkpoints .*read .RuntimeError: 403: no."):
+    with pytest.raises(CheckpointError, match=f"{URL} .*read .RuntimeError: 403: no."):
         rx.load(URL, dp=dp)
     with pytest.raises(ConfigError, match=f"{URL}/lease .*written .RuntimeError: 403: no."):
         fit(dp, URL)

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 from support.clock import Clock, clock_of
 from support.figures import assert_mentions
 
+import replicax as rx
 from replicax.core.ground.in_flight import InFlight
 from replicax.train.run import stragglers
 from replicax.train.run.stragglers import StepTimes
@@ -81,3 +84,13 @@ def test_what_is_no_step_is_left_out(clock: Clock) -> None:
     times.vote_ended()
     times.dispatched(1, 0.0)
     assert times.mine() is not None
+
+
+def test_the_first_step_of_a_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that compiles for longer is not slow."""
+    left_out = list[StepTimes]()
+    monkeypatch.setattr(StepTimes, "interrupted", lambda times: left_out.append(times))
+    dp = rx.DataParallel(lambda w, batch, key: (batch["x"] - w) ** 2, optax.sgd(0.1))
+    rows = {"x": jnp.arange(16.0)}
+    rx.fit(dp, dp.init(jnp.zeros(())), rows, batch_size=8, steps=4, progress=False)
+    assert len(left_out) == 1

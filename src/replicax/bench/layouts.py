@@ -1,18 +1,19 @@
 """Comparison of layouts: the mesh that each uses, or the reason it cannot be run."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal
 
 import jax
 from jax.sharding import Mesh
 
 from replicax.bench.cases import STRONG, BenchCase, Placed, check_left
-from replicax.core.placement.layout import LAYOUTS, Layout, as_layout
+from replicax.core.placement.layout import LAYOUTS, Layout, LayoutName, as_layout
 from replicax.core.placement.mesh import DATA, MODEL, STAGE, make_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import ConfigError, choose
 from replicax.text.wording import counted
 
-ONE = "replicated"
+ONE: Final = "replicated"
 """The baseline layout on one device, where all layouts are the same."""
 
 AXES = {**dict.fromkeys(LAYOUTS, DATA), "model": MODEL, "stages": STAGE}
@@ -21,7 +22,9 @@ AXES = {**dict.fromkeys(LAYOUTS, DATA), "model": MODEL, "stages": STAGE}
 MODES_BY_DEFAULT = ("jit",)
 """The mode that supports every layout."""
 
-Arrangement = str | tuple[str | Rules | Layout, Callable[[int], Mesh]]
+AxisName = Literal["replicated", "zero1", "fsdp", "model", "stages"]
+"""The names of `AXES`, for type checkers and editors."""
+Arrangement = AxisName | tuple[LayoutName | Rules | Layout, Callable[[int], Mesh]]
 """A name of `AXES`, or a layout and `mesh(devices)`."""
 
 
@@ -52,7 +55,7 @@ def cases_of_layouts(
     notes: list[str] = []
     for count in devices:
         for mode in modes:
-            for layout in layouts if count > 1 else [ONE]:
+            for layout in layouts if count > 1 else (ONE,):
                 try:
                     placed = _placed(layout, count, as_layout(rules))
                     candidates = (

@@ -32,7 +32,7 @@ from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
 from replicax.core.data.per_row import has_rows
 from replicax.core.data_parallel import DataParallel
-from replicax.core.modes.mode_table import MODES, as_mode
+from replicax.core.modes.mode_table import MODES, ModeName, as_mode
 from replicax.core.placement.mesh import make_mesh
 from replicax.errors import ConfigError
 from replicax.text.arguments import Count, Int32Count, Seed, typed
@@ -46,7 +46,7 @@ def bench(
     *,
     batch_size: Int32Count,
     devices: Sequence[int] | None = None,
-    modes: Sequence[str] | None = None,
+    modes: Sequence[ModeName] | None = None,
     layouts: Sequence[Arrangement] | None = None,
     rounds: Count = 5,
     pin: bool = False,
@@ -96,7 +96,7 @@ def bench(
     """
     layout, job = dp.layout, dp.job
     platform, lone = jax.devices()[0].platform, jax.process_count() == 1
-    modes = _modes(modes, layouts, dp)
+    chosen = _modes(modes, layouts, dp)
     counts = _device_counts(devices, layouts, pin)
 
     def data_parallel(case: BenchCase) -> DataParallel:
@@ -115,9 +115,9 @@ def bench(
 
     resizable = check_source(source, batch_size, job) and not has_rows(model)
     if layouts is not None:
-        cases, notes = cases_of_layouts(layouts, modes, counts, batch_size, layout, check)
+        cases, notes = cases_of_layouts(layouts, chosen, counts, batch_size, layout, check)
     else:
-        possible, notes = possible_modes(modes, counts, layout, dp.reduction)
+        possible, notes = possible_modes(chosen, counts, layout, dp.reduction)
         cases = all_cases(batch_size, counts, possible, weak=resizable)
     notes += [*notes_on_cases(batch_size, cases, dp.accumulate), *_notes_on_modes(cases)]
     if layouts is None and not resizable and len(counts) > 1:

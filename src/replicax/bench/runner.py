@@ -1,6 +1,5 @@
 """Runner of one case, which is compiled once and runs briefly in every round."""
 
-import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from itertools import count
@@ -19,6 +18,7 @@ from replicax.core.data.sources import as_source, can_shuffle
 from replicax.core.data_parallel import DataParallel
 from replicax.core.ground.job import Job
 from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.layout import bytes_per_device
 from replicax.core.placement.mesh import STAGE
 from replicax.core.placement.pipeline_schedules import bubble
 from replicax.core.step.coded import Coded
@@ -165,10 +165,7 @@ class Runner:
         stages = placed.mesh.shape.get(STAGE, 1)
         return LayoutFigures(
             name=str(placed),
-            state_bytes_per_device=sum(
-                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(state)
-            ),
+            state_bytes_per_device=bytes_per_device(jax.tree.leaves(state)),
             sent_bytes=self._compiled.sent_bytes,
             bubble=bubble(stages, self.dp.accumulate) if stages > 1 else None,
         )

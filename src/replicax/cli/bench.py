@@ -245,7 +245,7 @@ def _counts(flag: str, text: str | None) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _modes(options: BenchOptions) -> list[str]:
+def _modes(options: BenchOptions) -> list[Any]:
     if options.modes is not None:
         return words(options.modes)
     if options.processes is not None:

@@ -99,8 +99,8 @@ OPTIONAL_PATH = tyro.constructors.PrimitiveConstructorSpec(
 """The annotation of a folder that may be given by place, so that unknown flags are left over."""
 
 
-def words(text: str) -> list[str]:
-    """Return the words of a comma-separated value."""
+def words(text: str) -> list[Any]:
+    """Return the words of a comma-separated value, names that a function will check."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 

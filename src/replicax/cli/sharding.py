@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.core.ground.leaves import by_path
 from replicax.core.ground.train_state import TrainState
+from replicax.core.placement.layout import bytes_per_device
 from replicax.core.placement.mesh import STAGE, by_rows
-from replicax.core.placement.sharding_rules import axes_of
+from replicax.core.placement.sharding_rules import split_axes
 from replicax.text.table import width
 from replicax.text.wording import size_text
 
@@ -42,10 +43,10 @@ def print_sharding(state: TrainState, rows: int) -> None:
     for placement, arrays in shown.items():
         for path, leaf in arrays[:MOST_NAMED]:
             text = f"{leaf.dtype}{list(leaf.shape)}  {_spec(leaf.sharding)}"
-            text += f"  {size_text(_bytes_per_device([leaf]))}/device"
+            text += f"  {size_text(bytes_per_device([leaf]))}/device"
             print(path, text, sep="  " if len(path) + 2 + len(text) <= width() else f"\n{' ' * 7}")
         if rest := arrays[MOST_NAMED:]:
-            size = size_text(_bytes_per_device(leaf for _, leaf in rest))
+            size = size_text(bytes_per_device(leaf for _, leaf in rest))
             print(f"and {len(rest)} more with the same placement, {size}/device")
         if placement == _placement(of_batch, (rows,)):
             print(f"batch  {rows} rows  {_spec(of_batch)}")
@@ -64,13 +65,8 @@ def _arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
                 yield f"opt_state{other}", leaf
 
 
-def _bytes_per_device(leaves: Iterable[Any]) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
 def _placement(sharding: NamedSharding, shape: tuple[int, ...]) -> Placement:
-    split, sizes = axes_of(sharding.spec), sharding.mesh.shape
-    axes = tuple(axis for axis in sizes if axis in split and sizes[axis] > 1)
+    axes = split_axes(sharding)
     return axes, shape[0] if STAGE in axes else 0
 
 

@@ -13,14 +13,15 @@ from replicax.cluster.place import find_place
 from replicax.core.between.rounds import OuterSGD
 from replicax.core.data.given import leading_rows
 from replicax.core.data.rows import opened
-from replicax.core.ground.codecs import CODECS
+from replicax.core.ground.codecs import CODECS, CodecName, ReductionName
 from replicax.core.ground.job import Job
+from replicax.core.ground.precision import PrecisionName
 from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
 from replicax.core.modes.exact.fixed_tree import fix_threads
-from replicax.core.modes.mode_table import MODES, as_mode
-from replicax.core.placement.layout import LAYOUTS, Layout
+from replicax.core.modes.mode_table import MODES, ModeName, as_mode
+from replicax.core.placement.layout import LAYOUTS, Layout, LayoutName
 from replicax.core.placement.mesh import replica_count
-from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.placement.pipeline_schedules import SCHEDULES, ScheduleName
 from replicax.core.step.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
@@ -34,7 +35,7 @@ from replicax.text.table import labelled
 class StepOptions:
     """How the step of a recipe is computed, in any mode, and its mesh."""
 
-    layout: Annotated[str, one_of(LAYOUTS)] = "replicated"
+    layout: Annotated[LayoutName, one_of(LAYOUTS)] = "replicated"
     """How the parameters and the optimizer state are sharded."""
     model_parallel: Count = 1
     """Adjacent devices that split each layer of a replica, by the recipe's rules."""
@@ -42,15 +43,15 @@ class StepOptions:
     """Pipeline stages that the layers are split into; --accumulate micro-batches pass through."""
     fsdp_size: Annotated[int | None, shown_as("INT", "all")] = None
     """Layouts zero1 and fsdp: adjacent replicas that shard one copy of the state."""
-    schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
+    schedule: Annotated[ScheduleName, one_of(SCHEDULES)] = "1f1b"
     """Order of the micro-batches through the stages; gpipe keeps all of them in memory."""
     accumulate: Annotated[Count | None, shown_as("INT", "1; train: as few as fit")] = None
     """Micro-batches per device, computed one after another."""
     micro_shards: Count = MICRO_SHARDS
     """Mode exact, and islands: parts of every global batch on any device count; a power of two."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: PrecisionName = "float32"
     """Dtype the model computes in; parameters and optimizer state stay in float32."""
-    reduction: Annotated[str, one_of(REDUCTIONS)] = "float32"
+    reduction: Annotated[ReductionName, one_of(REDUCTIONS)] = "float32"
     """Dtype gradients are sent in; others than float32 in per-replica modes only."""
 
     @property
@@ -138,7 +139,7 @@ class StepOptions:
 class ModeOptions:
     """The mode, for commands that run a step in a single one."""
 
-    mode: Annotated[str, one_of(MODES)] = "jit"
+    mode: Annotated[ModeName, one_of(MODES)] = "jit"
     """How the step is parallelized; exact gives the same bits on any number of devices."""
 
 
@@ -156,7 +157,7 @@ class RoundOptions:
 
     every: Annotated[Count | None, shown_as("N", "none: islands add up every step")] = None
     """Steps of a round, after which islands exchange how their parameters changed (DiLoCo)."""
-    send: Annotated[str, one_of(CODECS)] = "float32"
+    send: Annotated[CodecName, one_of(CODECS)] = "float32"
     """With --every: how islands encode what they send, with error feedback."""
     outer_rate: Annotated[NotNegative | None, shown_as("FLOAT", "0.5 to 0.8; sparse: 1")] = None
     """With --every: learning rate of the outer step, SGD on what all islands sent."""

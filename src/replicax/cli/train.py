@@ -381,7 +381,7 @@ def _early_stopping(text: str) -> rx.hooks.EarlyStopping:
     return rx.hooks.EarlyStopping(metric, *([int(patience)] if colon else []), mode=mode)
 
 
-def _with_direction(text: str) -> tuple[str, str | None]:
+def _with_direction(text: str) -> tuple[str, Any]:
     """Return `score` and `max` of `score:max`; None if no direction is told."""
     metric, _, mode = text.rpartition(":")
     return (metric, mode) if metric and mode in ("min", "max") else (text, None)

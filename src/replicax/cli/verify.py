@@ -159,11 +159,12 @@ def _of_recipe(parsed: Arguments[VerifyOptions], live: Live) -> Verification:
     model, by_key = _model(dp, recipe, jax.random.key(options.seed))
     options.say(f"{parsed.name} · {dp.mesh.devices.size} devices · {dp.mode}")
     table = GrowingTable((lambda line: None) if options.json else live.say)
+    modes: Any = ALL if options.modes == ALL else options.modes and words(options.modes)
     verification = rx.verify(
         dp,
         model,
         batch,
-        modes=ALL if options.modes == ALL else options.modes and words(options.modes),
+        modes=modes,
         batch_size=recipe.batch_size,
         target=options.target,
         seed=options.seed,

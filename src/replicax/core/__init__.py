@@ -24,8 +24,9 @@ To read this room, begin with `step/`, in the order that it gives: its `update.p
 
 Each room and file imports those before it: ground, jaxprs, data, placement, models, step, custom,
 pipeline, first_step, modes, between, config, batch_placement, program, call_checks,
-evaluation, several_steps, data_parallel. From the rest of Replicax they import `errors`, `text` and
-`known_wrong`; from elsewhere jax, numpy and optax, and a model's library where a model is of it.
+evaluation, several_steps, state_summary, data_parallel. From the rest of Replicax they import
+`errors`, `text` and `known_wrong`; from elsewhere jax, numpy and optax, and a model's
+library where a model is of it.
 `tests/test_architecture.py` holds this, and `tests/core/` the rest, with a folder for each room;
 `test_parity.py` and `test_layout_parity.py` there compare every mode and layout with one device.
 

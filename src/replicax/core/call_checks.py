@@ -307,9 +307,10 @@ class CallChecks:
         keeps = self.program.rows_of_state is not None
         if broken[0].raised or real % self._parts or several or keeps:
             raise row_errors.padded(broken[0], padding, batch.size)
+        fix = "; values by row can be padded" if broken[0].scalar else ""
         _log.warning(
             f"{broken[0].name} depends on padded rows: batches of {real} rows are computed without "
-            "padding, by another program"
+            f"padding, by another program{fix}"
         )
         return broken[0]
 

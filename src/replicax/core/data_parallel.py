@@ -21,13 +21,15 @@ from replicax.core.data.share import Batches, FeedItem
 from replicax.core.data.sources import as_source
 from replicax.core.first_step.argument_checks import check_is_state, check_kind, check_shapes
 from replicax.core.first_step.memory_check import check_state_fits
+from replicax.core.ground.codecs import ReductionName
 from replicax.core.ground.job import Job
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.precision import PrecisionName
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.core.models.definition import SplitModel
 from replicax.core.modes.exact.exact_mode import MICRO_SHARDS
-from replicax.core.modes.mode_table import Mode, as_mode
+from replicax.core.modes.mode_table import Mode, ModeName, as_mode
 from replicax.core.placement.dispatch_context import serialized
-from replicax.core.placement.layout import Layout, copied
+from replicax.core.placement.layout import Layout, LayoutName, copied
 from replicax.core.placement.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.program import Program, parts_of, program_of
@@ -43,6 +45,7 @@ if TYPE_CHECKING:  # imported on first use: they need twice as many modules as t
     from replicax.core.call_checks import CallChecks
     from replicax.core.evaluation import ProgramEvaluation
     from replicax.core.several_steps import SeveralSteps
+    from replicax.core.state_summary import StateSummary
 
 
 class DataParallel:
@@ -103,12 +106,12 @@ class DataParallel:
         *,
         step: StepFunction | None = None,
         mesh: Mesh | None = None,
-        mode: str | Mode = "jit",
-        layout: str | Rules | Layout = "replicated",
+        mode: ModeName | Mode = "jit",
+        layout: LayoutName | Rules | Layout = "replicated",
         accumulate: Count = 1,
         micro_shards: int = MICRO_SHARDS,
-        precision: str = "float32",
-        reduction: str | Reduction = "float32",
+        precision: PrecisionName = "float32",
+        reduction: ReductionName | Reduction = "float32",
         trainable: Trainable = None,
         ema: float | None = None,
         donate: bool = True,
@@ -123,7 +126,7 @@ class DataParallel:
 
     @serialized
     @typed
-    def init(self, model: Any, *, seed: Seed = 0) -> TrainState:
+    def init(self, model: ModelT, *, seed: Seed = 0) -> TrainState[ModelT]:
         """Return the initial train state, each array placed by the layout.
 
         Args:
@@ -147,7 +150,7 @@ class DataParallel:
         return program.init(params, extras, seed)
 
     @serialized
-    def abstract_state(self, model: Any = None) -> TrainState:
+    def abstract_state(self, model: ModelT | None = None) -> TrainState[ModelT]:
         """Return the shapes and shardings of `init(model)`; without it, those of the model known.
 
         Raises:
@@ -195,7 +198,9 @@ class DataParallel:
         return feed if stack is None else feed.at(epoch, first, stack)
 
     @serialized
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(
+        self, state: TrainState[ModelT], batch: Any
+    ) -> tuple[TrainState[ModelT], dict[str, Any]]:
         """Run one training step; return without waiting unless devices are several steps behind.
 
         Inside `jax.jit`, `jax.lax.scan` or `jax.vmap` it is a pure function of whole arrays, and a
@@ -230,7 +235,9 @@ class DataParallel:
         return state, means | {name: as_result(rows[name], batch.mask) for name in rows}
 
     @serialized
-    def steps(self, state: TrainState, batches: Any) -> tuple[TrainState, dict[str, Any]]:
+    def steps(
+        self, state: TrainState[ModelT], batches: Any
+    ) -> tuple[TrainState[ModelT], dict[str, Any]]:
         """Run a training step on each of several batches, as one dispatched program.
 
         In modes whose step takes several programs, and with `rounds`, steps are dispatched one
@@ -261,7 +268,7 @@ class DataParallel:
         return state, means | {name: as_result(rows[name], mask) for name in rows}
 
     @serialized
-    def place(self, state: TrainState) -> TrainState:
+    def place(self, state: TrainState[ModelT]) -> TrainState[ModelT]:
         """Return a state that another `DataParallel` may have made, placed by this one's layout.
 
         Other methods do so, too. Arrays that lie where they belong are not copied. `StateError` if
@@ -271,7 +278,7 @@ class DataParallel:
         return self._checks.taken(state)
 
     @serialized
-    def end_round(self, state: TrainState) -> TrainState:
+    def end_round(self, state: TrainState[ModelT]) -> TrainState[ModelT]:
         """Return the state after a last, shorter round of `rounds`; without them, `state`."""
         check_is_state(state)
         return self.configuration.between.end_round(self._of(state).step, state)
@@ -355,7 +362,7 @@ class DataParallel:
         self._checks.check_feed(feed)
 
     @serialized
-    def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
+    def model(self, state: TrainState[ModelT], *, copy: bool = True, ema: bool = False) -> ModelT:
         """Return the user's model with the arrays of `state`, in inference mode.
 
         NNX as by `model.eval()`, Equinox as by `eqx.nn.inference_mode`; in Linen a call's arguments
@@ -373,7 +380,8 @@ class DataParallel:
         arrays = real_rows((state.params, state.extras))
         definition = program.definition
         model = definition.merge(*(copied(arrays) if copy and self.donate else arrays))
-        return definition.in_inference(model)
+        trained: ModelT = definition.in_inference(model)
+        return trained
 
     def __repr__(self) -> str:
         usual = {"accumulate": 1, "precision": "float32", "reduction": "float32"}
@@ -475,6 +483,25 @@ class DataParallel:
             return program.step.compiled(program.shapes, program.batches.described(batch))
 
         return recorded_kernels(compiled, Path(folder))
+
+    @serialized
+    def summary(self, state: Any) -> "StateSummary":
+        """Return the arrays of a state as a table to print: parts, what trains, memory.
+
+        Paths are cut, and numbers in them are `*`, until there are at most 20 parts.
+
+        Examples:
+            >>> print(dp.summary(dp.init({"w": jnp.zeros(3), "b": jnp.zeros(())})))
+                   numbers  per device
+            model  b            1  4 B  trained  float32[]
+
+        Args:
+            state: a `TrainState`, or a model as for `init`; arrays or their shapes. Placed as by
+                this object's layout.
+        """
+        from replicax.core.state_summary import summary_of
+
+        return summary_of(self.program(state))
 
     @property
     def knows_model(self) -> bool:

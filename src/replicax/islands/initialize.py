@@ -22,7 +22,7 @@ from replicax.islands.group import Group
 from replicax.islands.island_job import IslandJob
 from replicax.islands.island_place import find_island
 from replicax.islands.island_variables import ISLAND, ISLANDS
-from replicax.text.arguments import bind
+from replicax.text.arguments import bind, with_signature
 
 _Settings = ParamSpec("_Settings")
 
@@ -56,7 +56,7 @@ def _with_islands(
         return island
 
     with_islands.__name__ = with_islands.__qualname__ = "initialize"
-    return with_islands
+    return with_signature(with_islands, signature)  # type: ignore[no-any-return]
 
 
 def _watch_exceptions() -> None:

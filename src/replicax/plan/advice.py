@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -13,7 +13,7 @@ from replicax.analysis.collectives import SLIGHTLY
 from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes.mode_table import MODES
-from replicax.core.placement.layout import LAYOUTS, Layout, layout
+from replicax.core.placement.layout import LAYOUTS, Layout, LayoutName, layout
 from replicax.core.placement.mesh import FSDP, MODEL, STAGE, abstract_like, replica_count
 from replicax.core.placement.sharding_rules import Rules
 from replicax.core.step.objective import LossFunction
@@ -212,7 +212,8 @@ def _layouts(dp: DataParallel) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
-    return layout(base.name, rules=dp.layout.rules, schedule=dp.layout.schedule)
+    name = cast(LayoutName, base.name)  # in LAYOUTS
+    return layout(name, rules=dp.layout.rules, schedule=dp.layout.schedule)
 
 
 def _shared(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicax.core.between.rounds import Rounds
+from replicax.core.ground.codecs import CodecName
 from replicax.plan.island_exchange import ROUND_TRIPS
 from replicax.plan.site_network import SiteNetwork
 from replicax.text.wording import UNKNOWN
@@ -53,10 +54,10 @@ class SlowLinks:
     why: str
 
 
-_PLAIN = ("float32", "bfloat16", "int8", "int4")
+_PLAIN: tuple[CodecName, ...] = ("float32", "bfloat16", "int8", "int4")
 
 
-def _streamed(every: int, send: str) -> Rounds:
+def _streamed(every: int, send: CodecName) -> Rounds:
     return Rounds(every=every, send=send, fragments=FRAGMENTS, delay=DELAY_STEPS)
 
 

@@ -11,7 +11,8 @@ import optax
 from replicax.core.ground.precision import to_sum
 from replicax.errors import require
 from replicax.recipes import cpu
-from replicax.recipes.datasets import OnFashionMNIST
+from replicax.recipes.datasets import IMAGE, OnFashionMNIST
+from replicax.recipes.recipe import Prediction
 from replicax.text.arguments import Count, Int32Count
 
 nnx = require("flax.nnx", "flax")
@@ -61,11 +62,18 @@ class CNN(OnFashionMNIST):
         self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return cross-entropy `[rows]` and accuracy."""
-        images = batch["image"].astype(model.linear.kernel.dtype) / 255
-        logits, labels = to_sum(model(images)), batch["label"]
+        logits, labels = to_sum(_logits(model, batch["image"])), batch["label"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
+
+    def prediction(self) -> Prediction:
+        """Return the function of logits `[rows, 10]`, and the shape of an image."""
+        return _logits, IMAGE
 
     def optimizer(self) -> optax.GradientTransformation:
         """Return Adam."""
         return optax.adam(self.learning_rate)
+
+
+def _logits(model: Network, images: jax.Array) -> jax.Array:
+    return model(images.astype(model.linear.kernel.dtype) / 255)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax.errors import DataError, MissingDependencyError, require
@@ -42,6 +44,8 @@ class IdxFile:
     """Digest of the compressed file as published by its authors."""
 
 
+IMAGE = jax.ShapeDtypeStruct((28, 28, 1), jnp.uint8)
+"""The shape of an image."""
 FASHION_MNIST = {
     ("train", "image"): IdxFile(
         "train-images-idx3-ubyte",

@@ -20,6 +20,7 @@ from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer
 from replicax.recipes.corpus import read_corpus
 from replicax.recipes.flash3 import check_flash3_shape
+from replicax.recipes.recipe import Prediction
 from replicax.recipes.text import TextDataset, packed, text_dataset
 from replicax.recipes.text_columns import Document
 from replicax.text.arguments import Count, Int32Count, Natural, NotNegative, Positive, check_ranges
@@ -194,18 +195,12 @@ class GPT2:
     ) -> str:
         """Return `text` followed by at most `tokens` generated tokens; see `sample`."""
         tokenizer = self._text.tokenizer
-        known = tokenizer.vocab_size  # rows beyond it are untrained
-
-        def logits(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-            scores = transformer.logits(params, tokens, self.heads, separator=self._separator)
-            return scores[..., :known]
-
         prompt = tokenizer.encode(Document("the text to continue", text.encode())).tolist()
         if self.separate_documents:  # each begins with it
             prompt = [tokenizer.end_of_text, *prompt]
 
         drawn = sample(
-            logits,
+            self._logits,
             jax.device_put(model, jax.devices()[0]),
             prompt,
             count=tokens,
@@ -215,6 +210,13 @@ class GPT2:
             seed=seed,
         )
         return text + tokenizer.decode(drawn)
+
+    def prediction(self) -> Prediction:
+        """Return the function of logits `[rows, context, tokens]`, and the shape of a row of text.
+
+        A logit does not depend on later tokens, so a shorter text may end in any.
+        """
+        return self._logits, jax.ShapeDtypeStruct((self.context,), jnp.int32)
 
     def weight_names(self) -> Rename:
         """Return GPT-2's published names of the parameters."""
@@ -232,6 +234,10 @@ class GPT2:
             self.column,
             self.data_weights or (),
         )
+
+    def _logits(self, params: transformer.Params, tokens: jax.Array) -> jax.Array:
+        scores = transformer.logits(params, tokens, self.heads, separator=self._separator)
+        return scores[..., : self._text.tokenizer.vocab_size]  # rows beyond are untrained
 
     @property
     def _separator(self) -> int | None:

@@ -10,7 +10,8 @@ from jax import lax
 
 from replicax.core.ground.precision import to_sum
 from replicax.recipes import cpu
-from replicax.recipes.datasets import OnFashionMNIST
+from replicax.recipes.datasets import IMAGE, OnFashionMNIST
+from replicax.recipes.recipe import Prediction
 from replicax.text.arguments import Count, Int32Count
 
 Params = dict[str, dict[str, jax.Array]]
@@ -58,6 +59,10 @@ class LeNet(OnFashionMNIST):
         losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
         return losses, {"accuracy": jnp.argmax(scores, axis=-1) == labels}
 
+    def prediction(self) -> Prediction:
+        """Return `logits`, and the shape of an image."""
+        return logits, IMAGE
+
     def optimizer(self) -> optax.GradientTransformation:
         """Return SGD with momentum, warmup, cosine decay and gradient clipping."""
         descent = optax.sgd(self.schedule(), momentum=self.momentum, nesterov=True)
@@ -77,7 +82,7 @@ def logits(params: Params, images: jax.Array) -> jax.Array:
     x = _convolution(x, conv1["kernel"], conv1["bias"])
     x = _convolution(x, conv2["kernel"], conv2["bias"])
     # Features as columns, ordered by channel, row and column, which avoids a copy on a CPU.
-    x = x.transpose(3, 1, 2, 0).reshape(-1, len(x))
+    x = x.transpose(3, 1, 2, 0).reshape(-1, x.shape[0])
     x = jax.nn.relu(dense1["kernel"].T @ x + dense1["bias"][:, None])
     return (dense2["kernel"].T @ x + dense2["bias"][:, None]).T
 

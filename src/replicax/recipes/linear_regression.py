@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from replicax.recipes.recipe import Prediction
 from replicax.text.arguments import Count, Int32Count, NotNegative
 
 
@@ -38,7 +40,11 @@ class LinearRegression:
         self, model: dict[str, jax.Array], batch: dict[str, jax.Array], key: jax.Array | None
     ) -> jax.Array:
         """Return the squared error `[rows]`."""
-        return (model["weight"] * batch["x"] + model["bias"] - batch["y"]) ** 2
+        return (_line(model, batch["x"]) - batch["y"]) ** 2
+
+    def prediction(self) -> Prediction:
+        """Return the line as a function, and the shape of a point."""
+        return _line, jax.ShapeDtypeStruct((), jnp.float32)
 
     def optimizer(self) -> optax.GradientTransformation:
         """Return SGD without momentum."""
@@ -61,3 +67,7 @@ class LinearRegression:
         x = random.normal(size=count).astype(np.float32)
         noise = random.normal(scale=self.noise, size=count).astype(np.float32)
         return {"x": x, "y": np.float32(self.slope) * x + np.float32(self.intercept) + noise}
+
+
+def _line(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return model["weight"] * x + model["bias"]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from replicax.core.ground.precision import to_sum
 from replicax.core.placement.sharding_rules import Rules
 from replicax.errors import require
+from replicax.recipes.recipe import Prediction
 from replicax.text.arguments import Count, Int32Count
 
 nn = require("flax.linen", "flax")
@@ -100,6 +101,10 @@ class MLP:
         """Return the squared error `[rows]`, averaged over the outputs."""
         error = to_sum(model(batch["x"])) - to_sum(batch["y"])
         return jnp.mean(error**2, axis=-1)
+
+    def prediction(self) -> Prediction:
+        """Return the network as a function, and the shape of a row."""
+        return Network.__call__, jax.ShapeDtypeStruct((self.inputs,), jnp.float32)
 
     def optimizer(self) -> optax.GradientTransformation:
         """Return Adam."""

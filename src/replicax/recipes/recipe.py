@@ -29,6 +29,9 @@ BUILT_IN: Mapping[str, str] = {
     "mlp": "replicax.recipes.mlp:MLP",
 }
 
+Prediction = tuple[Callable[[Any, jax.Array], Any], jax.ShapeDtypeStruct]
+"""A function `(model, rows)` of inputs `[rows, ...]`, and the shape and dtype of one of them."""
+
 
 class Recipe(Protocol):
     """A frozen dataclass whose fields are the hyperparameters and the CLI flags.
@@ -39,6 +42,7 @@ class Recipe(Protocol):
     - `after_training(model) -> str | None`: text to show after training;
     - `eval_data(path) -> source`: like `eval_source`, for the data at `path`;
     - `continued(model, text, *, tokens, temperature, seed) -> str`: `text` with a continuation;
+    - `prediction() -> Prediction`: for `replicax export RUN FILE.stablehlo`;
     - `weight_names() -> Mapping`: the names that other programs have for the parameters, as
       `rename=` of `rx.load_weights`; for `--init-from` and `replicax export`;
     - `rules() -> Rules`: how parameters are split over the mesh axes `model` and `stage`, for

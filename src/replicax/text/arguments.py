@@ -16,7 +16,17 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from replicax.errors import ConfigError, nearest_name
 from replicax.text.other_names import ARGUMENTS, VALUES, loggers, names_of_row
@@ -94,7 +104,7 @@ def answered(target: _T) -> _T:
             bind(target.__qualname__, signature, arguments, named)
             raise
 
-    return run  # type: ignore[return-value]
+    return with_signature(run, signature)  # type: ignore[no-any-return]
 
 
 def _typed(target: _T, skipped: Set[str]) -> _T:
@@ -108,7 +118,48 @@ def _typed(target: _T, skipped: Set[str]) -> _T:
                 bound.arguments[name] = fitted(name, hint, bound.arguments[name])
         return target(*bound.args, **bound.kwargs)
 
-    return checked  # type: ignore[return-value]
+    return with_signature(checked, signature)  # type: ignore[no-any-return]
+
+
+class _Text(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def with_signature(function: Any, signature: inspect.Signature) -> Any:
+    """Return `function`, of which `help` shows this signature as it is written: `int | None`.
+
+    Python shows `Optional[Annotated[int, Range(...)]]`, and each class with its module.
+    """
+    known = signature.parameters.values()
+    shown = [each.replace(annotation=_text(each.annotation)) for each in known]
+    returns = _text(signature.return_annotation)
+    function.__signature__ = signature.replace(parameters=shown, return_annotation=returns)
+    return function
+
+
+def _text(hint: Any) -> Any:
+    return hint if hint is inspect.Signature.empty else _Text(_written(hint))
+
+
+def _written(hint: Any) -> str:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return _written(inner[0])
+    if kind in (Union, types.UnionType):
+        return " | ".join(map(_written, inner))
+    if kind is Literal:
+        return f"Literal[{', '.join(map(repr, inner))}]"
+    if isinstance(hint, list):  # the arguments of a Callable
+        return f"[{', '.join(map(_written, hint))}]"
+    if inner:
+        return f"{kind.__name__}[{', '.join(map(_written, inner))}]"
+    if hint in (None, ..., types.NoneType):
+        return "..." if hint is ... else "None"
+    name = getattr(hint, "__name__", hint)
+    return str(getattr(hint, "__forward_arg__", name))  # a name in quotes, in the source
 
 
 def bind(
@@ -211,15 +262,16 @@ def _fitted(hint: Any, value: Any) -> Any:
     if kind in (Union, types.UnionType):
         return _one_of(inner, value)
     if kind is Literal:
-        if value not in inner:
-            raise _UnfitError(f"it must be one of {', '.join(map(repr, inner))}: choose one")
-        return value
+        # Which name is the nearest, the function says: an unknown one is its to refuse.
+        return _is(isinstance(value, str), value, "a str")
     if kind in _CONTAINERS:
         return _contained(kind, inner, value)
     if hint in _SCALARS:
         return _SCALARS[hint](value)
     if hint is Callable or kind is collections.abc.Callable:
         return _is(callable(value), value, "callable")
+    if isinstance(kind, type) and issubclass(kind, Generic):
+        hint = kind
     is_class = isinstance(hint, type) and hint is not Any
     if is_class and not getattr(hint, "_is_protocol", False):
         return _is(isinstance(value, hint), value, f"a {hint.__name__}", _made(hint))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.ground.train_state import ModelT
 from replicax.errors import DataError
 from replicax.text.arguments import typed
 from replicax.text.table import labelled
@@ -23,13 +24,13 @@ _SHOWN = 3
 
 @typed
 def load_weights(
-    model: Any,
+    model: ModelT,
     file: str | Path,
     *,
     rename: Rename | None = None,
     skip: Sequence[str] = (),
     cast: bool = False,
-) -> Any:
+) -> ModelT:
     r"""Return `model` with the weights of a file, whose names and layouts may be another library's.
 
     Every tensor of the file and every leaf of the model is accounted for, or it raises. It reads
@@ -77,7 +78,8 @@ def load_weights(
         changed = _read(path, placed, leaves, tensors)
     if jax.process_index() == 0:
         _say(path, table, placed, leaves, tensors)
-    return leaves.model(changed)
+    filled: ModelT = leaves.model(changed)
+    return filled
 
 
 def _placed(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.core.ground.codecs import Codec, as_codec
+from replicax.core.ground.codecs import Codec, CodecName, as_codec
 from replicax.core.ground.vectors import size_in_blocks
 from replicax.errors import ConfigError
 from replicax.text.arguments import Count, NotNegative, typed
@@ -87,7 +87,7 @@ class Rounds:
     """
 
     every: Count = 30
-    send: str | Codec = "float32"
+    send: CodecName | Codec = "float32"
     outer: optax.GradientTransformation | None = None
     decay: NotNegative | None = None
     fragments: Count = 1

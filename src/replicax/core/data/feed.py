@@ -216,8 +216,9 @@ class Feed:
         if source.rows is None:
             kind = "a Grain IterDataset" if source.any_size else "an iterable of batches"
             raise ConfigError(
-                f"{kind} in a job of several processes; each would read all of it: wrap this "
-                "process's own data in rx.ProcessLocal(...), or pass arrays or a Grain MapDataset"
+                f"{kind} in a job of several processes; each would read all of it: let it yield "
+                "other rows in each process, and wrap it in rx.ProcessLocal(...), or pass arrays "
+                "or a Grain MapDataset, which are divided"
             )
         share = Share(self._sharding, self.split.padded(source.batch_size))
         epoch = source.epoch(self.epoch, share.held, self.first)

@@ -1,6 +1,5 @@
 """Check that a train state, and then a compiled step, fits in free memory."""
 
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from replicax.core.placement.layout import bytes_per_device
 from replicax.errors import ConfigError
 
 GIBIBYTE = 2**30
@@ -16,10 +16,7 @@ GIBIBYTE = 2**30
 
 def check_state_fits(state: Any, mesh: Mesh) -> None:
     """Raise `ConfigError` if `state`, shapes with shardings, does not fit on `mesh`."""
-    each = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
+    each = bytes_per_device(jax.tree.leaves(state))
     fix = "train a smaller model, or shard it with layout fsdp"
     _check(each, mesh, "the training state", "", fix)
 

@@ -1,7 +1,7 @@
 """Codecs: float32 vectors as bytes to send, of 4 bytes to 0.23 bits per value."""
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +175,10 @@ class Sparse:
         return -(-size // self.block) * (self._kept * 14 // 8 + 4)
 
 
+ReductionName = Literal["float32", "bfloat16", "int8", "int4"]
+"""The names of `REDUCTIONS`, for type checkers and editors: all codecs but one."""
+CodecName = Literal[ReductionName, "sparse"]
+"""The names of `CODECS`, for type checkers and editors."""
 CODECS: dict[str, Codec] = {
     each.name: each
     for each in (

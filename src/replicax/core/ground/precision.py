@@ -2,13 +2,15 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from replicax.errors import choose
 
+PrecisionName = Literal["float32", "bfloat16", "float16"]
+"""The names of precisions, for type checkers and editors."""
 _DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -25,7 +27,7 @@ class Precision:
     name: str
 
     def __post_init__(self) -> None:
-        choose("precision", self.name, dict.fromkeys(("float32", *_DTYPES)))
+        choose("precision", self.name, dict.fromkeys(get_args(PrecisionName)))
 
     @property
     def scales(self) -> bool:

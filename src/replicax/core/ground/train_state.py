@@ -3,13 +3,23 @@
 import dataclasses
 import math
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import jax
 
 from replicax.core.ground.array_table import arrays_html
 from replicax.core.ground.leaves import PyTree
 from replicax.errors import StateError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # for the default, which Python 3.13 has
+
+    ModelT = TypeVar("ModelT", default=Any)
+    """The type of the model that `dp.init` was given. `TrainState` alone is that of any model."""
+else:
+    from typing import TypeVar
+
+    ModelT = TypeVar("ModelT")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +62,7 @@ class Uncompared:
     meta_fields=["definition"],
 )
 @dataclasses.dataclass(frozen=True)
-class TrainState:
+class TrainState(Generic[ModelT]):
     """Everything a step updates, and the random seed, as a plain pytree.
 
     The same tree with shapes or shardings as leaves describes a state.

@@ -3,6 +3,8 @@
 A mode added to the table here, in its own file if needed, is available to every command.
 """
 
+from typing import Literal
+
 from replicax.core.modes.exact.exact_mode import EXACT
 from replicax.core.modes.mapping import Mode as Mode
 from replicax.core.modes.mapping import by_compiler, global_view, pmap, shard_map
@@ -10,6 +12,9 @@ from replicax.core.modes.per_replica_sums import build_where_rows_are_apart
 from replicax.core.placement.layout import LAYOUTS
 from replicax.errors import choose
 from replicax.text.other_names import VALUES
+
+ModeName = Literal["single", "jit", "shard_map", "pmap", "exact"]
+"""The names of `MODES`, for type checkers and editors."""
 
 
 def as_mode(mode: str | Mode) -> Mode:

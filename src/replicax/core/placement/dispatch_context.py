@@ -15,7 +15,7 @@ from replicax.core.ground.in_flight import InFlight
 from replicax.core.ground.train_state import check_outside_jit
 from replicax.core.placement.mesh import AnyMesh
 from replicax.errors import ConfigError
-from replicax.text.arguments import bind
+from replicax.text.arguments import bind, with_signature
 
 _NO_MESH = Mesh(np.empty((), object), ())
 
@@ -90,4 +90,5 @@ def serialized(
             bind(method.__qualname__, signature, (self, *given), options)
             raise
 
-    return cast(Callable[Concatenate[Self, _Given], _Result], run)
+    known = with_signature(run, signature)
+    return cast(Callable[Concatenate[Self, _Given], _Result], known)

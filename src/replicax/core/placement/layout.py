@@ -1,8 +1,9 @@
 """Placement of each array of a train state: predefined layouts and user rules."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from replicax.core.placement.mesh import (
     row_axis,
     shard_axis,
 )
-from replicax.core.placement.pipeline_schedules import SCHEDULES
+from replicax.core.placement.pipeline_schedules import SCHEDULES, ScheduleName
 from replicax.core.placement.sharding_rules import Rules, axes_of, check_rules, spec_by_rule
 from replicax.errors import ConfigError, choose
 from replicax.text.arguments import answered
@@ -38,7 +39,7 @@ class Layout:
     """Whether parameters are too; each is all-gathered where the loss uses it."""
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
     """Specs over the other axes: `model` shards each layer, `stage` stacks of layers."""
-    schedule: str = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of the micro-batches in pipeline stages, if any."""
     shards: int | None = None
     """Number of equal shards of each sharded array, over all replicas; None: one per device along
@@ -108,6 +109,8 @@ class Layout:
         return placed
 
 
+LayoutName = Literal["replicated", "zero1", "fsdp"]
+"""The names of `LAYOUTS`, for type checkers and editors."""
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -119,7 +122,9 @@ LAYOUTS = {
 
 
 @answered
-def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b") -> Layout:
+def layout(
+    name: LayoutName = "replicated", *, rules: Rules = (), schedule: ScheduleName = "1f1b"
+) -> Layout:
     """Return a layout over replicas with rules for the mesh's other axes.
 
     Examples:
@@ -141,9 +146,10 @@ def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b
     base = choose("layout", name, LAYOUTS)
     choose("schedule", schedule, SCHEDULES)
     rules = check_rules(rules)
+    called: str = name
     if rules:
-        name = "rules" if base.is_whole else f"{name}+rules"
-    return dataclasses.replace(base, name=name, rules=rules, schedule=schedule)
+        called = "rules" if base.is_whole else f"{name}+rules"
+    return dataclasses.replace(base, name=called, rules=rules, schedule=schedule)
 
 
 def as_layout(value: "str | Rules | Layout") -> Layout:
@@ -193,6 +199,13 @@ def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         return jax.device_put(leaf, sharding)
     return leaf
+
+
+def bytes_per_device(leaves: Iterable[Any]) -> int:
+    """Return the bytes that each device has of arrays, or of shapes, with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 @jax.jit

@@ -1,6 +1,10 @@
 """Pipeline schedules: when the last stage begins its backward passes."""
 
 from collections.abc import Callable
+from typing import Literal
+
+ScheduleName = Literal["1f1b", "gpipe"]
+"""The names of `SCHEDULES`, for type checkers and editors."""
 
 SCHEDULES: dict[str, Callable[[int, int], int]] = {
     "1f1b": lambda stages, _: stages - 1,

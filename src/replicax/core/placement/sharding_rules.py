@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.ground.leaves import by_path
 from replicax.core.placement.mesh import AnyMesh
@@ -19,6 +19,12 @@ def axes_of(spec: PartitionSpec) -> list[str]:
     """Return the names of the mesh axes in `spec`."""
     named = [entry for entry in spec if entry is not None]
     return [axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)]
+
+
+def split_axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """Return the mesh axes of size above 1 that split an array, in mesh order."""
+    split, sizes = axes_of(sharding.spec), sharding.mesh.shape
+    return tuple(axis for axis in sizes if axis in split and sizes[axis] > 1)
 
 
 def check_rules(rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.core.ground.codecs import BLOCK, Codec, Floats, as_codec, filled
+from replicax.core.ground.codecs import BLOCK, Codec, CodecName, Floats, as_codec, filled
 from replicax.core.ground.leaves import PyTree
 from replicax.core.ground.vectors import all_reduce, as_blocks, size_in_blocks
 from replicax.core.placement.mesh import Axis
@@ -42,7 +42,7 @@ class Coded:
 
     codec: Codec
 
-    def __init__(self, codec: str | Codec) -> None:
+    def __init__(self, codec: CodecName | Codec) -> None:
         object.__setattr__(self, "codec", as_codec(codec))
         if self.codec.error >= 1:
             raise ConfigError(

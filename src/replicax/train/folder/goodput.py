@@ -44,7 +44,7 @@ because an island was lost or joined, the user's hooks, and startup (all time be
 """
 TO_CHANGE = {
     "evaluating": "Evaluation(every_epochs=, max_rows=)",
-    "saving": "Saving(minutes=)",
+    "saving": "Saving(every=, minutes=)",
     "waiting": "prefetch=, workers of the loader",
 }
 """Settings that change a bucket, named from a share of `_MUCH`."""

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Generic, NotRequired, TypedDict
 
 import jax
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.text.streams import alarm
 from replicax.text.wording import named
@@ -40,7 +40,7 @@ class Best(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class Loaded(Generic[ModelT]):
     """A checkpoint of a run, on the devices of `dp`; from `rx.load`.
 
     Examples:
@@ -52,7 +52,7 @@ class Loaded:
 
     dp: DataParallel
     """The `DataParallel` to step and evaluate `state` with."""
-    state: TrainState
+    state: TrainState[ModelT]
     """The whole saved state, placed as `dp` places it."""
     step: int
     """Number of updates done."""
@@ -69,7 +69,7 @@ class Loaded:
         return f"Loaded({self.path}, step={self.step}, {self.dp}, {self.state})"
 
     @property
-    def model(self) -> Any:
+    def model(self) -> ModelT:
         """A copy of the user's model; only available before a step consumes `state`."""
         return self.dp.model(self.state)
 

@@ -122,14 +122,17 @@ class RereadCheck:
             if self._first.may_differ and not feed.source.order_is_known:
                 self._say(
                     f"order  of epoch {feed.epoch + 1}: perhaps another than without the stop, as "
-                    "the source shuffles by itself; give it a method set_epoch"
+                    "the source shuffles by itself; give it a method set_epoch(epoch) and draw its "
+                    "order from the epoch"
                 )
             return
         if (changed := difference(self.last(), checksums(feed.skipped, self._job))) is None:
             return
         what = f"batch {feed.first - 1} of epoch {feed.epoch}"
         remedy = (
-            HOW_TO_SEED if feed.source.draws_order else "let its order depend only on the epoch"
+            HOW_TO_SEED
+            if feed.source.draws_order
+            else "draw its order only from the epoch, which a method set_epoch(epoch) is given"
         )
         why = (
             "the source has another order or other rows than before, so that some rows are "

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -95,7 +95,7 @@ class Audit(Hook):
     _done: list[Dispatched]
 
     @typed
-    def __init__(self, every: Count, on_divergence: str = "stop") -> None:
+    def __init__(self, every: Count, on_divergence: Literal["stop", "restore"] = "stop") -> None:
         ways = {"stop": False, "restore": True}
         self._restoring = choose("on_divergence", on_divergence, ways)
         self._every = every

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from replicax.errors import ConfigError, choose
 from replicax.text.arguments import Count, NotNegative, typed
@@ -15,6 +15,8 @@ from replicax.train.files.sealed import sealed, unsealed
 from replicax.train.folder.load import BEST, Best
 from replicax.train.hooks.hook import Hook, Running
 
+Direction = Literal["min", "max"]
+"""Which values of a metric are better."""
 _MODES = {"min": "lowest", "max": "highest"}
 
 
@@ -124,7 +126,7 @@ class EarlyStopping(_Watching):
         metric: str = "loss",
         patience: Count = 3,
         *,
-        mode: str | None = None,
+        mode: Direction | None = None,
         min_delta: NotNegative = 0.0,
     ) -> None:
         super().__init__(metric, mode)
@@ -169,7 +171,9 @@ class KeepBest(_Watching):
     """
 
     @typed
-    def __init__(self, metric: str = "loss", *, mode: str | None = None, file: str = BEST) -> None:
+    def __init__(
+        self, metric: str = "loss", *, mode: Direction | None = None, file: str = BEST
+    ) -> None:
         super().__init__(metric, mode)
         if Path(file).name != file:
             raise ConfigError(

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from replicax.core.data.sources import Source
 from replicax.core.data_parallel import DataParallel
@@ -91,7 +91,18 @@ class Running(Protocol):
         """Mark, in `start` or `settle`, the current position as one to go back to."""
 
 
-class Hook:
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # for the default, which Python 3.13 has
+
+    RunT = TypeVar("RunT", bound=Running, contravariant=True, default=Any)
+    """The run that a hook gets. For a subclass of `rx.Hook` it is an `rx.Run`."""
+else:
+    from typing import TypeVar
+
+    RunT = TypeVar("RunT")
+
+
+class Hook(Generic[RunT]):
     """Base class of hooks: override the methods you need; the others cost nothing.
 
     In a multi-process job every process has the hook and makes the same calls; check `run.is_main`
@@ -134,28 +145,28 @@ class Hook:
         looks = ("before_step", "dispatched")
         return 1 if any(_overrides(self, point) for point in looks) else None
 
-    def before_run(self, run: Running) -> None:
+    def before_run(self, run: RunT) -> None:
         """Called before anything is written, read or compiled: refuse here what cannot work."""
 
-    def start(self, run: Running) -> None:
+    def start(self, run: RunT) -> None:
         """Called before the first step of a new or resumed run."""
 
-    def before_step(self, run: Running, batch: Any) -> None:
+    def before_step(self, run: RunT, batch: Any) -> None:
         """Called before the step on a `Batch`, which may donate `run.state`.
 
         In a run whose calls have several steps, before such a call, on its `Batches`.
         """
 
-    def dispatched(self, run: Running, step: Dispatched) -> None:
+    def dispatched(self, run: RunT, step: Dispatched) -> None:
         """Called after a step was dispatched to the devices; `run.state` is its result."""
 
-    def step(self, run: Running, step: Dispatched) -> None:
+    def step(self, run: RunT, step: Dispatched) -> None:
         """Called when the next step has finished, some steps after it was dispatched.
 
         Reading its `metrics` does not block.
         """
 
-    def settle(self, run: Running, due: bool) -> None:
+    def settle(self, run: RunT, due: bool) -> None:
         """Called after all hooks have seen the finished steps.
 
         Args:
@@ -163,26 +174,26 @@ class Hook:
             due: whether `run.state` is about to be saved or evaluated, or the run to end.
         """
 
-    def figures(self, run: Running, record: Record) -> dict[str, float]:
+    def figures(self, run: RunT, record: Record) -> dict[str, float]:
         """Return additional `figures` for `record`, which is of kind `train`."""
         return {}
 
-    def record(self, run: Running, record: Record) -> None:
+    def record(self, run: RunT, record: Record) -> None:
         """Called for every new record: `train`, `eval`, `skip`, `noise`, or a hook's kind."""
 
-    def evaluation(self, run: Running, record: Record) -> None:
+    def evaluation(self, run: RunT, record: Record) -> None:
         """Called after an evaluation, once its record was added."""
 
-    def epoch(self, run: Running, record: Record | None) -> None:
+    def epoch(self, run: RunT, record: Record | None) -> None:
         """Called at the end of an epoch or of the run, with the evaluation's record, if any."""
 
-    def saving(self, run: Running) -> None:
+    def saving(self, run: RunT) -> None:
         """Called before a checkpoint is saved."""
 
-    def rewound(self, run: Running) -> None:
+    def rewound(self, run: RunT) -> None:
         """Called after the run went back to an earlier step; the steps after it are discarded."""
 
-    def take_over(self, run: Running) -> None:
+    def take_over(self, run: RunT) -> None:
         """Called when this process becomes the one that writes and prints.
 
         The island that did is gone; `run.is_main` is true from now on.
@@ -199,7 +210,7 @@ class Hook:
         """Return lines to print at the end of the run."""
         return []
 
-    def end(self, run: Running) -> None:
+    def end(self, run: RunT) -> None:
         """Called when the run is done, stopped, or failed with `run.error`; close files here."""
 
 

@@ -4,15 +4,23 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, Self
+from typing import Any, Generic, ParamSpec, Self
 
 from replicax.core.data.share import FeedItem
 from replicax.core.data.sources import can_shuffle
 from replicax.core.data_parallel import DataParallel
 from replicax.core.first_step.argument_checks import check_is_state
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.errors import ConfigError, StateError
-from replicax.text.arguments import Count, Int32Count, Natural, Seed, bind, typed_but
+from replicax.text.arguments import (
+    Count,
+    Int32Count,
+    Natural,
+    Seed,
+    bind,
+    typed_but,
+    with_signature,
+)
 from replicax.train.dispatched import RunPosition
 from replicax.train.files.places import place
 from replicax.train.files.records import Record
@@ -31,7 +39,7 @@ _MOST_5, _EVERY_TEN_MINUTES = Guard(), Saving()
 _Arguments = ParamSpec("_Arguments")
 
 
-class Run(Running):
+class Run(Running, Generic[ModelT]):
     """A training run: yields batches, starting at exactly the next one, and steps on them.
 
     With a `run_dir` it saves checkpoints, and the same program, run again after any stop, resumes
@@ -92,7 +100,7 @@ class Run(Running):
     def __init__(
         self,
         dp: DataParallel,
-        state: TrainState,
+        state: TrainState[ModelT],
         source: Any,
         *,
         batch_size: Int32Count | None = None,
@@ -192,17 +200,17 @@ class Run(Running):
         return self._entered
 
     @property
-    def result(self) -> Fit:
+    def result(self) -> Fit[ModelT]:
         """How the run ended, once its block is left."""
         return self._loop.run.result
 
     @property
-    def state(self) -> TrainState:
+    def state(self) -> TrainState[ModelT]:
         """The state after the newest step; the next may donate it. A hook may replace it."""
         return self._now.state
 
     @state.setter
-    def state(self, state: TrainState) -> None:
+    def state(self, state: TrainState[ModelT]) -> None:
         self._now.state = state
 
     @property
@@ -277,7 +285,9 @@ class Run(Running):
         self._loop.run.steps.go_back(state, place, why, metrics)
 
 
-def _to_its_end(run: Callable[_Arguments, Run]) -> Callable[_Arguments, Fit]:
+def _to_its_end(
+    run: Callable[_Arguments, Run[ModelT]],
+) -> Callable[_Arguments, Fit[ModelT]]:
     """Return a function with the arguments of `Run` that steps on all batches of the run."""
     chosen: dict[str, Any] = {"steps_per_call": None}  # by the run
     signature = inspect.signature(run)
@@ -285,9 +295,9 @@ def _to_its_end(run: Callable[_Arguments, Run]) -> Callable[_Arguments, Fit]:
         parameter.replace(default=chosen.get(parameter.name, parameter.default))
         for parameter in signature.parameters.values()
     ]
-    signature = signature.replace(parameters=parameters, return_annotation=Fit)
+    signature = signature.replace(parameters=parameters, return_annotation=Fit[ModelT])
 
-    def fit(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> Fit:
+    def fit(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> Fit[ModelT]:
         """Train for a number of epochs or steps: an `rx.Run` from start to end.
 
         Takes the arguments of `rx.Run`, and raises the same errors.
@@ -303,9 +313,8 @@ def _to_its_end(run: Callable[_Arguments, Run]) -> Callable[_Arguments, Fit]:
                 running.step(batch)
         return running.result
 
-    fit.__signature__ = signature  # type: ignore[attr-defined]
     fit.__qualname__ = "fit"
-    return fit
+    return with_signature(fit, signature)  # type: ignore[no-any-return]
 
 
 fit = _to_its_end(Run)

@@ -218,6 +218,7 @@ class Loop:
         """Compile; until then a signal may end the run at once, as nothing is lost."""
         state, storage = self._now.state, self.run.storage
         self.run.ledger.enter("compiling")
+        self.run.times.interrupted()
         if not storage.knows_program:
             program = program_fingerprint(self._dp, state, batch.first, traced=storage.traced)
             storage.check_program(program)  # before the compilation, which may take minutes

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ import optax
 from replicax.cluster.alike import compared_settings
 from replicax.core.data.feed import Feed
 from replicax.core.data_parallel import DataParallel
-from replicax.core.ground.train_state import TrainState
+from replicax.core.ground.train_state import ModelT, TrainState
 from replicax.core.placement.mesh import FSDP, MODEL, STAGE, platform_of, replica_count
 from replicax.core.placement.pipeline_schedules import bubble
 from replicax.known_wrong.findings import lines_once
@@ -37,7 +37,7 @@ LENGTH = ("epochs", "steps")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(Generic[ModelT]):
     """How a run ended.
 
     Examples:
@@ -47,7 +47,7 @@ class Fit:
         >>> trained = dp.model(result.state)
     """
 
-    state: TrainState
+    state: TrainState[ModelT]
     records: list[Record]
     steps: int
     """Updates done in this call, including skipped ones."""
@@ -134,7 +134,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     micro, word = dp.split.micro_batches, "micro-shard" if dp.mode.bitwise else "micro-batch"
     lines = [
         f"model  {counted(parameters, 'parameter')} in {counted(len(arrays), 'array')} · "
-        f"{dp.precision.name}",
+        f"{'' if dp.precision.name == 'float32' else 'computed in '}{dp.precision.name}",
         f"mesh   {counted(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
         f"{processes} · {counted(replicas, 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
