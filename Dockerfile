@@ -18,7 +18,7 @@ FROM ${JAX}
 ARG JAX
 ARG EXTRAS=all
 WORKDIR /opt/replicax
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY pyproject.toml hatch_build.py requirements.lock README.md LICENSE ./
 COPY src ./src
 # With hashes, pip would ask for those of every package, also of the extras that are not in the lock.
 RUN sed -n 's/^\([a-z].*\) \\$/\1/p' requirements.lock >constraints.txt \

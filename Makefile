@@ -1,9 +1,10 @@
-# `make help` lists the targets. Everything runs in .venv, which they create.
+# `make help` lists the targets. All but `train` run in .venv, which they create.
 
 # PYTHON selects another environment: make test PYTHON=python3.13
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRAIN := $(VENV)-train
 PEERS := $(VENV)/.peers
 ENGINES := $(VENV)/.engines
 COMPILERS := $(VENV)/.compilers
@@ -25,16 +26,17 @@ export PYTHONDONTWRITEBYTECODE :=
 ARGS ?=
 
 .PHONY: help train data peers engines compilers test test-fast test-changed test-all \
-	test-everything test-reach oldest tier unpinned chaos chaos-islands check bench gpu docs tutorials lock clean
+	test-everything test-reach oldest tier unpinned lowest chaos chaos-islands check bench gpu docs tutorials lock clean
 
 help:
-	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
+	@echo 'make train      set up, get the data, train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make test       every promise once, in minutes (PYTHON=python3.13, WORKERS=8)'
 	@echo 'make test-fast  the quick ones, in half a minute'
 	@echo 'make test-changed  those that reach what the working tree changed, in seconds'
 	@echo 'make test-all   more combinations, real launchers and compilers; installs them'
 	@echo 'make oldest     tests of what depends on JAX internals, on the oldest Python here'
 	@echo 'make unpinned   these and `make test`, on the newest released jax'
+	@echo 'make lowest     a smoke run on the lowest versions that pyproject.toml names'
 	@echo 'make test-everything  all combinations, and the searches: hours'
 	@echo 'make test-reach record which lines each test reaches, and what it costs'
 	@echo 'make check      lint, formatting, types'
@@ -51,20 +53,40 @@ help:
 	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
 	@echo 'make clean      remove all that these targets made, except runs/'
 
-$(STAMP): requirements.lock pyproject.toml
+define environment
 	$(eval FOUND := $(call runnable,$(or $(PYTHON),$(NEWEST))))
 	@test -n "$(FOUND)" || { echo 'Replicax needs Python 3.11 or newer with its venv module' \
 		'(Debian: apt-get install python3-venv); or name one: make PYTHON=/path/to/python3' >&2; \
 		exit 1; }
-	$(FOUND) -m venv --clear $(VENV)
+	$(FOUND) -m venv --clear $(1)
+endef
+
+# Versions of the lock without hashes: with one, pip asks for hashes of every package.
+constraints = sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(1)/constraints.txt
+
+$(STAMP): requirements.lock pyproject.toml
+	$(call environment,$(VENV))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes \
 		--requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation --editable .
 	@: > $@
 
-train: $(STAMP) data
-	$(BIN)/replicax train lenet --devices 2 $(ARGS)
+train: $(TRAIN)/.installed data
+	$(TRAIN)/bin/replicax train lenet --devices 2 $(ARGS)
+
+# What training needs, in the versions of the lock: half of its packages. Shows what takes long.
+$(TRAIN)/.installed: requirements.lock pyproject.toml
+	$(call environment,$(TRAIN))
+	@echo "train: getting the packages of replicax[all], 0.3 GB, for $(TRAIN), 0.9 GB"
+	@$(call constraints,$(TRAIN))
+	@$(TRAIN)/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+		--constraint $(TRAIN)/constraints.txt --editable '.[all]' | while read -r line; do \
+		set -f; set -- $$line; case "$$line" in \
+		*Downloading*[0-9][0-9].[0-9]' MB)') echo "train: $$line";; \
+		'Installing collected packages:'*) \
+			echo "train: installing $$(($$# - 3)) packages into $(TRAIN)";; \
+		'Successfully installed'*) : > $@;; esac; done; test -e $@
 
 FASHION_MNIST := /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
 INSTEAD := the recipe will download it or use 1,797 digits that come with Replicax
@@ -84,10 +106,9 @@ data:
 
 peers: $(PEERS)
 
-# Versions of the lock without hashes: with one, pip asks for hashes of every package.
 $(PEERS): requirements-peers.txt $(STAMP)
 	@echo "peers: installing $(shell sed '/^#/d' requirements-peers.txt)"
-	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@$(call constraints,$(VENV))
 	@{ $(BIN)/python -m pip install --requirement requirements-peers.txt \
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'peers: that failed; the tests that compare with them will be skipped'
@@ -113,7 +134,7 @@ engines: $(ENGINES)
 
 $(ENGINES): requirements-engines.txt $(STAMP)
 	@echo "engines: installing $(shell sed '/^#/d' requirements-engines.txt)"
-	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@$(call constraints,$(VENV))
 	@{ $(BIN)/python -m pip install --requirement requirements-engines.txt \
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'engines: that failed; $(SKIPPED)'
@@ -130,7 +151,7 @@ $(COMPILERS): requirements-compilers.txt $(STAMP)
 
 $(DOCS): requirements-docs.txt $(STAMP)
 	@echo "docs: installing $(shell sed '/^#/d' requirements-docs.txt)"
-	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@$(call constraints,$(VENV))
 	@{ $(BIN)/python -m pip install --requirement requirements-docs.txt \
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'docs: that failed; the tests that build the site and run notebooks will be skipped'
@@ -187,6 +208,26 @@ unpinned:
 	.venv-unpinned/bin/python -m pip install --quiet --editable '.[dev]'
 	.venv-unpinned/bin/python -m pip install --quiet --upgrade jax jaxlib
 	$(MAKE) test tier BIN=.venv-unpinned/bin STAMP=.venv-unpinned/bin/python
+
+# The lowest versions that pyproject.toml names. Old versions of other libraries use what is deprecated.
+LOWEST := .venv-lowest/bin
+SMOKE := tests/core/models tests/weights tests/train/test_resume.py tests/recipes/test_tokenizer.py
+
+lowest:
+	$(call runnable,$(or $(PYTHON),$(OLDEST))) -m venv --clear .venv-lowest
+	$(LOWEST)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(LOWEST)/uv pip install --no-config --quiet --python .venv-lowest \
+		--resolution lowest-direct --editable '.[all]'
+	$(LOWEST)/uv pip install --no-config --quiet --python .venv-lowest \
+		hypothesis pytest pytest-xdist
+	$(LOWEST)/uv pip list --python .venv-lowest
+	rm -rf build/lowest && mkdir -p build/lowest
+	cd build/lowest && for recipe in mlp cnn gpt2; do \
+		../../$(LOWEST)/replicax train $$recipe --steps 3 --eval-rows 256 --run $$recipe || exit; done
+	cd build/lowest && ../../$(LOWEST)/replicax evaluate cnn
+	cd build/lowest && ../../$(LOWEST)/replicax export mlp mlp.safetensors
+	$(LOWEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" \
+		-W ignore::DeprecationWarning $(SMOKE) $(ARGS)
 
 # Takes Python 3.12 or newer. RUN names the record, for benchmarks/test_choice.py and mutations.py.
 RUN ?= test

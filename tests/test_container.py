@@ -1,6 +1,7 @@
-"""The container image: it is built where there is a builder; everywhere its parts exist."""
+"""The container image, built where there is a builder, and `make train`: their parts exist."""
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -32,7 +33,11 @@ def in_context(path: str) -> bool:
 def test_the_builder_gets_what_is_copied_and_the_package_is_built_from() -> None:
     copied = {word for each in of("COPY") for word in each.split()[:-1]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    built_from = {project["readme"], *(name.partition("/")[0] for name in project["license-files"])}
+    built_from = {
+        "README.md",
+        "hatch_build.py",
+        *(name.partition("/")[0] for name in project["license-files"]),
+    }
     assert built_from <= copied
     for each in copied:
         assert (ROOT / each).exists(), each
@@ -68,6 +73,22 @@ def test_the_lock_is_read_whole(tmp_path: Path) -> None:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     constraints = (tmp_path / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert constraints == [line[:-2] for line in lock.splitlines() if re.match(r"\w.*==", line)]
+    assert script.split("'")[1] in made("train")
+
+
+def made(target: str) -> str:
+    """Return the commands of a target of the Makefile, none of which is run."""
+    command = ["make", "--dry-run", "--always-make", target]
+    alone = {"PATH": os.environ["PATH"]}  # without the variables of a make that runs the tests
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_training_from_a_clone_leaves_the_environment_of_the_tests_alone() -> None:
+    commands = made("train")
+    assert "--editable '.[all]'" in commands
+    assert ".venv-train/bin/replicax" in commands
+    assert ".venv/" not in commands
 
 
 @pytest.mark.exhaustive

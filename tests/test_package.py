@@ -2,9 +2,11 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,24 @@ def run(*command: str | Path, **more: str) -> str:
     return done.stdout
 
 
+def test_the_readme_of_the_package_has_no_link_into_the_repository() -> None:
+    outside = runpy.run_path(str(ROOT / "hatch_build.py"))["outside"]
+    text = "![A](docs/a.png) [b `c`](d.md#e) [f](#g) [h](https://i)"
+    assert outside(text, None) == "*A* b `c` [f](#g) [h](https://i)"
+    assert outside(text, "https://x/y") == (
+        "![A](https://x/y/raw/main/docs/a.png) [b `c`](https://x/y/blob/main/d.md#e) "
+        "[f](#g) [h](https://i)"
+    )
+
+
+def test_every_file_names_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)", citation, re.MULTILINE) == [project["version"]]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(.*?)\]", changes, re.MULTILINE)[0] == project["version"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("version", "archive", "jax"),
@@ -40,6 +60,8 @@ def test_an_archive_installs_and_runs(version: str, archive: str, jax: str, tmp_
         pytest.skip(f"no Python {version} is installed")
     run(sys.executable, "-m", "hatchling", "build", "--directory", tmp_path, PWD=str(ROOT))
     (made,) = tmp_path.glob(f"replicax-{archive}")
+    if shutil.which("twine"):
+        run("twine", "check", "--strict", made)
     run(interpreter, "-m", "venv", tmp_path / "venv")
     own = tmp_path / "venv/bin/python"
     run(own, "-m", "pip", "install", "--quiet", jax, made)
