@@ -37,7 +37,7 @@ usage: replicax COMMAND ...
 Data-parallel training for JAX that proves itself.
 
 commands:
-  train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help has its flags
+  train RECIPE [FLAGS]   train a recipe; its flags: replicax train RECIPE --help
   evaluate RUN [FLAGS]   loss and metrics of a run's model, on its data or yours
   sample RUN TEXT        continue a text with a run's model
   export RUN FILE        write a run's model as a .safetensors file
