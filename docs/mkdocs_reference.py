@@ -16,6 +16,8 @@ PLAIN = re.compile(
     re.DOTALL,
 )
 NAME = re.compile(r"(?:(rx|replicax)\.)?([A-Za-z_][\w.]*)")
+CODE, FLAG = re.compile(r"<code>[^<]*</code>"), re.compile(r"--\w[\w-]*")
+NAMED = re.compile(r"[A-Z]|(hooks|errors|optimizers|types)\.")
 
 
 def on_config(config: Any) -> None:
@@ -31,7 +33,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Add the table of contents to the first page of the reference."""
     if page.file.src_uri != f"{REFERENCE}index.md":
         return markdown
-    return markdown + contents(re.findall(rf"{REFERENCE}\w+\.md", str(config.nav)))
+    return f"{markdown}\n" + contents(re.findall(rf"{REFERENCE}\w+\.md", str(config.nav)))
 
 
 def contents(pages: list[str]) -> str:
@@ -65,7 +67,7 @@ def on_page_content(html: str, *, page: Any, files: Any, **_: Any) -> str:
             target = files.get_file_from_path(f"{guide}.md")
             return f'<a href="{target.url_relative_to(page.file)}">{target.page.title}</a>'
         name = code and NAME.match(code)
-        if not name or not (name[1] or (is_reference and name[0] == code and code[0].isupper())):
+        if not name or not (name[1] or (is_reference and name[0] == code and NAMED.match(code))):
             return part[0]
         first, *members = name[2].split(".")
         if members and f"{first}.{members[0]}" in paths:  # a function of a public module
@@ -76,4 +78,5 @@ def on_page_content(html: str, *, page: Any, files: Any, **_: Any) -> str:
         text, rest = name[0], code[name.end() :]
         return f'<code><autoref identifier="{target}" optional>{text}</autoref>{rest}</code>'
 
-    return PLAIN.sub(linked, html)
+    whole = r'<span class="flag">\g<0></span>'  # or a line ends after its dashes
+    return CODE.sub(lambda code: FLAG.sub(whole, code[0]), PLAIN.sub(linked, html))

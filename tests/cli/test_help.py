@@ -12,7 +12,6 @@ def test_recipes_lists_each_with_what_it_is(main: Main) -> None:
     assert set(lines) == {*("cnn", "gpt2", "lenet", "linear_regression", "mlp", "file.py:Name")}
     assert "fitted to" in lines["linear_regression"]
     assert "not available" not in out
-    assert all(len(line) <= 100 for line in out.splitlines())
 
 
 def test_nothing_is_help_and_exit_code_2(main: Main) -> None:
@@ -36,11 +35,16 @@ def test_nothing_is_help_and_exit_code_2(main: Main) -> None:
         ("verify --help", ["--step FILE.py:name"]),
         ("verify linear_regression --help", ["--modes"]),
         ("verify --step --help", ["--micro-batches", "--weights", "--replicas", "--steps"]),
+        ("doctor --help", ["--folders"]),
+        ("export --help", ["--model"]),
+        ("lint --help", ["--github"]),
+        ("runs --help", ["FOLDER"]),
     ],
 )
 def test_every_command_has_help(command: str, words: list[str], main: Main) -> None:
     out = done(main, *command.split())
     assert [word for word in words if word not in out] == []
+    assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 FLAGS = """

@@ -22,6 +22,8 @@ def test_passes_of_one_mode_are_one_line_and_failures_stay_apart() -> None:
     assert [each.case for each in merged_checks([alone, PASSED[0]])] == ["jit (full)"]
     assert [each.case for each in merged_checks([alone, alone])] == ["jit"]
     assert merged_checks([FAILED, FAILED]) == [FAILED, FAILED]
+    bits = [dataclasses.replace(alone, figures={"sha256": each}) for each in ("a", "b")]
+    assert merged_checks(bits) == bits
     assert len(merged_checks([*PASSED, FAILED, *PASSED])) == 3
 
 

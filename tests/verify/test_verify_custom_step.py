@@ -53,7 +53,7 @@ def verified(step: Any, *modes: str, mode: str = "shard_map") -> Verification:
     return rx.verify(dp, STATE, DATA, modes=modes, micro_batches=1)
 
 
-def test_a_correct_step_passes() -> None:
+def test_a_correct_step_passes(capsys: pytest.CaptureFixture[str]) -> None:
     found = verified(step_of(loss), "jit", "shard_map", "exact")
     assert {check.verdict for check in found.checks} == {PASS}
     cases = [check.case for check in found.checks if check.subject == "parity"]
@@ -63,6 +63,7 @@ def test_a_correct_step_passes() -> None:
         "exact, 1, 2, 4 devices",
     ]
     assert len(set(found.checks[-1].figures["sha256"].values())) == 1
+    assert capsys.readouterr().out == ""
 
 
 def weighted_mean(model: Any, batch: Any, key: Any) -> Any:

@@ -37,8 +37,8 @@ usage: replicax COMMAND ...
 Data-parallel training for JAX that proves itself.
 
 commands:
-  train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags
-  evaluate RUN [FLAGS]   compute loss and metrics of a run's model, on its data or yours
+  train RECIPE [FLAGS]   train a recipe; its flags: replicax train RECIPE --help
+  evaluate RUN [FLAGS]   loss and metrics of a run's model, on its data or yours
   sample RUN TEXT        continue a text with a run's model
   export RUN FILE        write a run's model as a .safetensors file
   runs [FOLDER]          list the runs in runs/ and their progress
@@ -46,9 +46,9 @@ commands:
                          predict memory and speed on hardware you do not have
   plan --failures --devices N [FLAGS]
                          predict the goodput of a job whose devices fail
-  bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
-  verify RECIPE [FLAGS]  check that N devices compute the same as one, in every mode;
-                         or check a custom step, without a recipe
+  bench RECIPE [FLAGS]   measure its step in all modes, on several device counts
+  verify RECIPE [FLAGS]  check that N devices compute the same as one, in every
+                         mode; or check a custom step, without a recipe
   lint FILES             check source code for common errors, without running it
   launch --processes N -- COMMAND
                          run COMMAND as N processes that train together

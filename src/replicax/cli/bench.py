@@ -31,6 +31,7 @@ from replicax.errors import ClusterError, ConfigError, MissingDependencyError
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
 from replicax.text.arguments import Count, Seed
+from replicax.text.table import labelled
 from replicax.text.wording import counted
 from replicax.train.run.host_memory import keep_freed_memory
 
@@ -112,7 +113,7 @@ def _over_devices(parsed: Arguments[BenchOptions]) -> None:
             pictures = [MEMORY]
     finally:  # keep the measurements even if drawing fails
         names = [path.name for path in write_bench(result, folder, pictures=pictures)]
-    show(f"see    {folder}/ ({', '.join([*names, *pictures])})")
+    show(*labelled("see", f"{folder}/ ({', '.join([*names, *pictures])})"))
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
         print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
 
@@ -185,7 +186,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
     show(*str(result).splitlines())
     names = [path.name for path in write_bench(result, folder)]
-    show(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
+    show(*labelled("see", f"{folder}/ ({', '.join([*names, f'{JOBS}/'])})"))
 
 
 def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:

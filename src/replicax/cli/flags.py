@@ -24,7 +24,7 @@ from replicax.errors import ConfigError, did_you_mean, require
 from replicax.recipes.recipe import find_recipe, presets_of, recipe_name
 from replicax.text.arguments import Int32Count, check_ranges, fitted
 from replicax.text.other_names import alike, is_of_others
-from replicax.text.table import for_stream
+from replicax.text.table import fold_lines
 
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional
@@ -144,7 +144,7 @@ def parse_with_recipe(
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: replicax {command} RECIPE [FLAGS]\n")
         more = f"replicax recipes lists the recipes; replicax {command} RECIPE --help the flags."
-        print(for_stream(more, sys.stdout))
+        print(fold_lines(more))
         raise SystemExit(0)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(f"{command} needs a recipe before its flags; replicax recipes lists them")
@@ -246,7 +246,7 @@ def _parsed(
             )
     except SystemExit as stop:
         if not stop.code:
-            print(for_stream(shown.getvalue(), sys.stdout), end="")
+            print(fold_lines(shown.getvalue()), end="")
             raise
         box = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", said.getvalue())
         _, _, untitled = box.partition("\n")

@@ -307,7 +307,7 @@ def _run(
     if speaks:
         also = ", noise_scale.json" if options.record.measure_noise_scale else ""
         also += ", checkpoints/" if options.save.saving().wanted else ""
-        show(f"see    {run_dir}/ (config.json, records.jsonl, curves.png{also})")
+        show(*labelled("see", f"{run_dir}/ (config.json, records.jsonl, curves.png{also})"))
     if not result.interrupted and hasattr(recipe, "after_training"):
         model = dp.model(result.state, copy=False)  # on the devices of all processes
         shown = recipe.after_training(model)

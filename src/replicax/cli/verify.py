@@ -43,13 +43,13 @@ _USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
 
-Checks that a step on many devices computes the same as on one: a recipe's step, \
-in every mode, or a custom step, against its single-device form.
+Checks that a step on many devices computes the same as on one: a recipe's
+step, in every mode, or a custom step, against its single-device form.
 replicax lint checks source code for common errors, without running it.
 
 The exit code is 1 if anything fails.
-replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and \
-replicax verify --step --help the flags for a custom step.
+replicax recipes lists the recipes; replicax verify RECIPE --help the flags,
+and replicax verify --step --help the flags for a custom step.
 """
 FROM_KEY = (
     "weights do not depend only on the recipe's key: every run, and every process of a job, starts "

@@ -41,7 +41,7 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
 
 @dataclasses.dataclass(frozen=True)
 class CNN(OnFashionMNIST):
-    """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
+    """A CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
 
     batch_size: Int32Count = 256
     """Images per global batch."""

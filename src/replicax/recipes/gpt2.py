@@ -37,7 +37,7 @@ def _published(layers: int, heads: int, width: int, **fields: Any) -> Mapping[st
 
 @dataclasses.dataclass(frozen=True)
 class GPT2:
-    """GPT-2 on text: your own, or the source of Python's standard library."""
+    """GPT-2 on your text, or on the source of Python's modules."""
 
     batch_size: Int32Count = 32
     """Rows per global batch, each of `context` tokens."""

@@ -14,7 +14,7 @@ from replicax.text.arguments import Count, Int32Count, NotNegative
 
 @dataclasses.dataclass(frozen=True)
 class LinearRegression:
-    """A line fitted to noisy points, by gradient descent on the squared error."""
+    """A line fitted to noisy points by gradient descent."""
 
     batch_size: Int32Count = 64
     """Points per global batch."""
@@ -60,7 +60,9 @@ class LinearRegression:
 
     def data_description(self) -> str:
         """Describe how the points are drawn."""
-        return f"{self.points:,} points around y = {self.slope} x + {self.intercept}"
+        sign = "-" if self.intercept < 0 else "+"
+        line = f"y = {self.slope} x {sign} {abs(self.intercept)}"
+        return f"{self.points:,} points around {line}"
 
     def _points(self, count: int, seed: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)

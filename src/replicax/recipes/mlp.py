@@ -62,7 +62,7 @@ class Network(nn.Module):  # type: ignore[misc, name-defined]
 
 @dataclasses.dataclass(frozen=True)
 class MLP:
-    """A deep MLP (Flax Linen) fitted to a random function by squared error."""
+    """A deep MLP (Flax Linen) fitted to a random function."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         # 379 million parameters: with Adam's state, 4.5 GB.

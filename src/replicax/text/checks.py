@@ -129,7 +129,8 @@ def _drawn(
     checks: Sequence[Check], total: str | None, columns: int, style: Style, *, colored: bool
 ) -> str:
     lines = _lines(checks, columns, style, colored=colored)
-    return "\n".join([*lines, "", checks_summary(checks, style=style) if total is None else total])
+    last = checks_summary(checks, style=style) if total is None else total
+    return "\n".join([*lines, "", last] if lines else [last])
 
 
 def _lines(checks: Sequence[Check], columns: int, style: Style, *, colored: bool) -> list[str]:

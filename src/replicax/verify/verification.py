@@ -114,7 +114,7 @@ def merged_checks(checks: Sequence[Check]) -> list[Check]:
 
 def _alike(number: int, check: Check) -> tuple[object, ...]:
     """Return the key by which adjacent checks are merged."""
-    if check.verdict in (FAIL, NOTE):
+    if check.verdict in (FAIL, NOTE) or "sha256" in check.figures:
         return (number,)
     if check.subject == "parity":
         reason = check.found if check.verdict == SKIP else ""
