@@ -40,7 +40,7 @@ class Kind:
     """Whether objects can be merged in a program: merging leaves shapes and dtypes as they are."""
     merge: Merge
     in_order: bool = False
-    """Whether its rows have an order, as those of an `HostMetric`."""
+    """Whether its rows have an order, as those of a `HostMetric`."""
 
     def made(self, arrays: Iterator[Any]) -> Any:
         """Return an object with these arrays."""
