@@ -101,11 +101,11 @@ def test_the_options_reach_every_program(how: str, monkeypatch: pytest.MonkeyPat
             run(built(how))
 
 
-@pytest.mark.parametrize("name", ["replica_program", "combining_programs"])
+@pytest.mark.parametrize("name", ["config", "modes.exact.combining_programs"])
 def test_they_reach_each_kind_of_exact_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dp = built("exact")
     state, batch = dp.init(jnp.float32(1)), next(iter(dp.feed(np.ones((16, 3), np.float32), 16)))
-    monkeypatch.setattr(f"replicax.core.modes.exact.{name}.options_on", lambda mesh: NO_SUCH)
+    monkeypatch.setattr(f"replicax.core.{name}.options_on", lambda mesh: NO_SUCH)
     with pytest.raises(Exception, match="xla_no_such_option"):
         dp.step(state, batch)
 
