@@ -107,7 +107,7 @@ def test_they_reach_each_kind_of_exact_program(name: str, monkeypatch: pytest.Mo
     state, batch = dp.init(jnp.float32(1)), next(iter(dp.feed(np.ones((16, 3), np.float32), 16)))
     monkeypatch.setattr(f"replicax.core.{name}.options_on", lambda mesh: NO_SUCH)
     with pytest.raises(Exception, match="xla_no_such_option"):
-        dp.step(state, batch)
+        built("exact").step(state, batch)
 
 
 def test_they_reach_the_reference_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
