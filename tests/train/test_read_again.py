@@ -18,7 +18,7 @@ import replicax as rx
 from replicax.core.data.sources import ArraySource
 from replicax.core.ground.job import Alone
 from replicax.errors import ConfigError
-from replicax.train.folder.read_again import FirstBatch, checksums, difference
+from replicax.train.folder.read_again import FirstBatch, RereadCheck, checksums, difference
 from replicax.train.hooks.audit import Snapshot
 
 MIDDLE, END = 7, 5  # of the second epoch, and of the first
@@ -240,6 +240,20 @@ def test_a_start_says_that_its_order_is_perhaps_another(
     fit(dp, tmp_path, source=Loader(order, seed=1), epochs=4, progress=True)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("order ")]
     assert [figures(line) for line in lines] == [["3"]] * says
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_processes_that_all_read_the_same_rows_are_alarmed_once(own: bool, same: bool) -> None:
+    alarms: list[str] = []
+    job: Any = SimpleNamespace(gather=lambda what, mine: [mine, mine if same else "another"])
+    check = RereadCheck(job, print, alarms.append, accept=False)
+    source = SimpleNamespace(of_each_process=own, order_is_known=True)
+    for epoch in range(2):
+        feed: Any = SimpleNamespace(first=0, epoch=epoch, source=source)
+        batch: Any = SimpleNamespace(host={"x": np.ones(3)})
+        check.check(feed, batch, begun=False)
+    assert [figures(alarm) for alarm in alarms] == [["2"]] * (own and same)
 
 
 def test_a_checksum_is_of_values_types_and_names() -> None:

@@ -69,6 +69,8 @@ class Source(abc.ABC):
     """Whether an epoch can be read again; an iterator can be read only once."""
     reads_ahead = False
     """Whether the next epoch may be read while the steps of this one have not finished."""
+    of_each_process = False
+    """Whether each process has rows of its own."""
     rows: int | None = None
     batches: int | None = None
     last_rows: int | None = None
@@ -332,6 +334,8 @@ class IterableSource(Source):
 
 class PerProcessSource(Source):
     """Rows of this process only, part of each global batch, as long as any process has rows."""
+
+    of_each_process = True
 
     def __init__(self, own: Source, job: Job) -> None:
         mine = zlib.crc32(json.dumps(own.fingerprint()).encode())

@@ -56,6 +56,8 @@ class FirstBatch:
         self._passes, self._varies, self._resumed = 0, False, False
         self.may_differ = False
         """Whether this pass is the first of a start that resumed, of a source that is shuffled."""
+        self.repeated = 0
+        """Number of processes, if all of them began this pass with the same rows."""
 
     def save_state(self) -> dict[str, Any]:
         return {"sums": self._sums, "passes": self._passes, "varies": self._varies}
@@ -67,10 +69,11 @@ class FirstBatch:
     def begins(self, rows: PyTree | None, job: Job) -> str | None:
         """Note the first batch of a pass; return how it has changed since an earlier start."""
         resumed, self._resumed = self._resumed, False
-        self.may_differ = resumed and self._varies
+        self.may_differ, self.repeated = resumed and self._varies, 0
         if self._varies:
             return None
         now = checksums(rows, job)
+        self.repeated = len(now) if None not in now and len({*now}) == 1 < len(now) else 0
         changed = difference(self._sums, now)
         fixed = self._passes >= ALWAYS
         if changed is None:
@@ -92,7 +95,7 @@ class RereadCheck:
     def __init__(
         self, job: Job, say: Callable[[str], None], alarm: Callable[[str], None], *, accept: bool
     ) -> None:
-        self._first = FirstBatch()
+        self._first, self._told = FirstBatch(), False
         self._job, self._say, self._alarm, self._accept = job, say, alarm, accept
         self.trained_on(None)
 
@@ -119,6 +122,13 @@ class RereadCheck:
         if feed.first == 0:
             if changed := self._first.begins(batch.host, self._job):
                 self._say(f"change data: the first batch of an epoch {changed}")
+            if self._first.repeated and feed.source.of_each_process and not self._told:
+                self._told = True
+                self._alarm(
+                    f"all {self._first.repeated} processes begin with the same rows; each is to "
+                    "yield others, or every row is trained on so many times: divide them by "
+                    "job.process, or pass arrays or a Grain MapDataset without rx.ProcessLocal"
+                )
             if self._first.may_differ and not feed.source.order_is_known:
                 self._say(
                     f"order  of epoch {feed.epoch + 1}: perhaps another than without the stop, as "
