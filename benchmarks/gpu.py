@@ -49,7 +49,7 @@ PARTS = (
     Part("gpt2, single, by kernel", 70, ("gpu_gpt.py", "--mode", "single", "--profile")),
     Part("gpt2, 1.3b, 8 rows", 120, ("gpu_gpt.py", "--mode", "single", "--preset", "1.3b")),
     Part("gpt2, exact", 80, ("gpu_gpt.py", "--mode", "exact")),
-    Part("gpt2, exact, recorded kernels", 100, ("gpu_gpt.py", "--mode", "exact", "--recorded")),
+    Part("gpt2, exact, tuned", 100, ("gpu_gpt.py", "--mode", "exact", "--recorded")),
     Part("same bits in mode exact", 120, ("gpu_bits.py",)),
     Part("plan of gpt2, single", 70, ("gpu_plan.py",)),
     Part("parity with single, GPT-2", 90, ("gpu_parity.py", "--model", "gpt2")),

@@ -21,7 +21,7 @@ class Pair(Alone):
         self._other = other
 
     def gather(self, topic: str, value: Any, **options: Any) -> list[Any]:
-        return [value, [self._other, "digest"]]
+        return [value, [self._other, "digest", None]]
 
 
 def opened(own: Any, other: int | None) -> Any:
