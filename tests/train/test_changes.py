@@ -93,6 +93,12 @@ def test_a_configuration_equals_itself_as_it_was_written(tmp_path: Path) -> None
     assert matter(fields__betas=(0.9, 0.98)) == ["fields.betas"]
 
 
+def test_other_kernels_are_another_run_and_other_options_of_the_compiler_are_not() -> None:
+    """Options of the compiler differ by the number of GPUs."""
+    assert matter(parallel__tuning="3f2a91c0") == ["parallel.tuning"]
+    assert matter(parallel__compiler_options={"xla_gpu_autotune_level": 0}) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [(1, True), (1, 1.0), (0, None), ("1", 1), ([1], {"0": 1}), ({}, None)]
 )

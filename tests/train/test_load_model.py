@@ -1,7 +1,5 @@
 """The model of a run for predictions: without its optimizer, loss and data, in inference mode."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from support.figures import refused
+from support.stablehlo import called_alone
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -149,15 +148,8 @@ def test_the_prediction_runs_where_there_is_no_replicax(tmp_path: Path) -> None:
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 4"), "float32")
     exported = jax.export.export(jax.jit(lambda x: model(x)))(shape)
     (tmp_path / "it.stablehlo").write_bytes(exported.serialize())
-    np.save(tmp_path / "x.npy", ROWS["x"])
-    script = (
-        "import sys, jax, jax.export, numpy as np\n"
-        "found = jax.export.deserialize(bytearray(open('it.stablehlo', 'rb').read()))\n"
-        "np.save('y.npy', found.call(np.load('x.npy')))\n"
-        "assert not {'replicax', 'flax'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
-    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), called(model), rtol=1e-4)
+    found = called_alone(tmp_path / "it.stablehlo", ROWS["x"])
+    np.testing.assert_allclose(found, called(model), rtol=1e-4)
 
 
 def test_a_part_of_the_state_of_a_custom_step_is_enough(tmp_path: Path) -> None:
